@@ -1,0 +1,20 @@
+//! The operations a decoder is made of, and the memory they work on.
+//!
+//! [`Backend`] is the contract: fused operations over opaque tensors that only *enqueue* work. [`cpu::CpuBackend`]
+//! implements it on the processor. One folder per operation holds its contract (`mod.rs`), a slow readable
+//! `reference.rs`, and the fast paths, each tested against the reference.
+//!
+//! Invariants:
+//! - This crate knows no request, no model family and no text. It is the only one that may use `unsafe`.
+//! - A row's result does not depend on the other rows of its batch: one reduction order for every batch size.
+//! - Accumulation is in f32 (or exact integers), whatever the storage format.
+
+pub mod backend;
+pub mod cpu;
+pub mod dtype;
+
+pub use backend::{
+    Activation, AttentionOp, Backend, BlockCopy, KernelError, KvDtype, KvLayout, Rope, RopePairing, RowSpan, SampleParams,
+    SampleRequest, Sampled, StepBatch, TokenLogprobs, TokenMask, WeightPart,
+};
+pub use dtype::DType;

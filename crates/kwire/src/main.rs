@@ -1,0 +1,2 @@
+//! The `kwire` command.
+fn main() {}

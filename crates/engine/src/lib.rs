@@ -1,1 +1,18 @@
-//! Placeholder.
+//! The inference engine: one thread that schedules, runs and commits steps over a paged KV cache.
+//!
+//! The loop in [`engine`] is the architecture. The engine sees token ids, never text; it knows no HTTP, no async runtime,
+//! no environment variable and no clock (`now` is passed in, in seconds).
+
+pub mod constraint;
+pub mod events;
+pub mod handle;
+pub mod request;
+
+pub use constraint::Constraint;
+pub use events::{Event, FinishReason, StepReport, StepStats};
+pub use handle::{Command, EngineHandle, EngineStopped, Inspection, ReportSink};
+pub use kwire_kernels::{SampleParams, TokenLogprobs, TokenMask};
+pub use request::{PrefixTag, Request, RequestId, StopParams};
+
+/// Seconds on a clock that never goes back; only differences mean anything.
+pub type Seconds = f64;

@@ -14,7 +14,7 @@ pub mod cpu;
 pub mod dtype;
 
 pub use backend::{
-    Activation, AttentionOp, Backend, BlockCopy, KernelError, KvDtype, KvLayout, Rope, RopePairing, RowSpan, SampleParams,
-    SampleRequest, Sampled, StepBatch, TokenLogprobs, TokenMask, WeightPart,
+    Activation, AttentionOp, Backend, BlockCopy, KernelError, KvDtype, KvLayout, Rope, RopePairing, RowSpan,
+    SampleParams, SampleRequest, Sampled, StepBatch, TokenLogprobs, TokenMask, WeightPart,
 };
 pub use dtype::DType;

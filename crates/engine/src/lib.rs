@@ -6,6 +6,7 @@
 pub mod constraint;
 pub mod events;
 pub mod handle;
+pub mod model;
 pub mod request;
 
 pub use constraint::Constraint;

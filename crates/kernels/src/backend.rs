@@ -179,6 +179,16 @@ impl TokenMask {
     pub fn none(n_vocab: usize) -> Self {
         Self(vec![0; n_vocab.div_ceil(32)])
     }
+    /// A mask that allows everything.
+    pub fn all(n_vocab: usize) -> Self {
+        Self(vec![u32::MAX; n_vocab.div_ceil(32)])
+    }
+    /// Forbids `token`; one outside the vocabulary is forbidden already.
+    pub fn forbid(&mut self, token: u32) {
+        if let Some(word) = self.0.get_mut(token as usize / 32) {
+            *word &= !(1 << (token % 32));
+        }
+    }
     /// Allows `token`.
     pub fn allow(&mut self, token: u32) {
         self.0[token as usize / 32] |= 1 << (token % 32);

@@ -111,7 +111,7 @@ impl LayerRole {
 }
 
 /// Names of a checkpoint's tensors. A pattern has `{i}` for the layer and no `.weight` or `.bias` at its end.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct WeightNames {
     /// The embedding.
     pub embed: &'static str,

@@ -71,11 +71,12 @@ def forward(model, tokens):
     return logits, [s[0] for s in stream]
 
 
-def save_golden(path, model, tokens):
-    """Write `tokens` i32 [n], `logits` f32 [n, vocab] and `hidden.I` f32 [n, hidden]."""
-    logits, stream = forward(model, tokens)
+def save_golden(path, model, tokens, stream=True):
+    """Write `tokens` i32 [n], `logits` f32 [n, vocab] and, if wanted, the residual stream `hidden.I` f32 [n, hidden]."""
+    logits, hidden = forward(model, tokens)
     out = {"tokens": tokens.to(torch.int32), "logits": logits.contiguous()}
-    out |= {f"hidden.{i}": s.contiguous().clone() for i, s in enumerate(stream)}
+    if stream:
+        out |= {f"hidden.{i}": h.contiguous().clone() for i, h in enumerate(hidden)}
     save_file(out, path)
     return logits
 

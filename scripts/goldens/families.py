@@ -22,6 +22,7 @@ WIDE = dict(vocab_size=128, hidden_size=64, intermediate_size=80, num_hidden_lay
             num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5, bos_token_id=1, eos_token_id=2,
             pad_token_id=None, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
 SMALL = WIDE | dict(hidden_size=48, intermediate_size=72, num_attention_heads=3, num_key_value_heads=1)
+TINY = WIDE | dict(hidden_size=32, intermediate_size=48, num_attention_heads=2, num_key_value_heads=1)
 
 
 def rope(theta, **scaling):
@@ -34,15 +35,15 @@ FAMILIES = {
     "llama3": (LlamaForCausalLM, LlamaConfig(**WIDE | dict(num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope(
         500000.0, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=64)))),
-    "llama-linear-rope": (LlamaForCausalLM, LlamaConfig(**SMALL | dict(rope_parameters=rope(
+    "llama-linear-rope": (LlamaForCausalLM, LlamaConfig(**TINY | dict(rope_parameters=rope(
         10000.0, rope_type="linear", factor=4.0)))),
-    "llama-yarn": (LlamaForCausalLM, LlamaConfig(**SMALL | dict(max_position_embeddings=512, rope_parameters=rope(
+    "llama-yarn": (LlamaForCausalLM, LlamaConfig(**TINY | dict(max_position_embeddings=512, rope_parameters=rope(
         10000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=128)))),
-    "llama-bias": (LlamaForCausalLM, LlamaConfig(**SMALL | dict(attention_bias=True, mlp_bias=True, hidden_act="gelu_pytorch_tanh"))),
+    "llama-bias": (LlamaForCausalLM, LlamaConfig(**TINY | dict(attention_bias=True, mlp_bias=True, hidden_act="gelu_pytorch_tanh"))),
     "mistral": (MistralForCausalLM, MistralConfig(**SMALL | dict(sliding_window=16, head_dim=16))),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**WIDE | dict(
         rms_norm_eps=1e-6, tie_word_embeddings=True, rope_parameters=rope(1000000.0), sliding_window=16, max_window_layers=1))),
-    "qwen2-window": (Qwen2ForCausalLM, Qwen2Config(**SMALL | dict(
+    "qwen2-window": (Qwen2ForCausalLM, Qwen2Config(**TINY | dict(
         num_hidden_layers=3, use_sliding_window=True, sliding_window=16, max_window_layers=1))),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL | dict(
         num_attention_heads=2, num_key_value_heads=1, head_dim=32, rms_norm_eps=1e-6, rope_parameters=rope(1000000.0)))),
@@ -135,7 +136,7 @@ def reload(folder, config_name, dtype=torch.float32):
         return AutoModelForCausalLM.from_pretrained(tmp, dtype=dtype, attn_implementation="eager").eval()
 
 
-def write(name, model, tokens, shard=None):
+def write(name, model, tokens, stream=True, shard=None):
     """Save checkpoint, both configs and golden; returns the logits that a float32 load gives."""
     folder = FIXTURES / "families" / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -146,7 +147,7 @@ def write(name, model, tokens, shard=None):
     write_json(folder / "config.v5.json", saved)
     write_json(folder / "config.json", old_style(saved))
     loaded = reload(folder, "config.json")
-    logits = save_golden(folder / "golden.safetensors", loaded, tokens)
+    logits = save_golden(folder / "golden.safetensors", loaded, tokens, stream)
     assert torch.equal(logits, forward(reload(folder, "config.v5.json"), tokens)[0]), name
     return logits
 
@@ -163,8 +164,8 @@ def main():
         assert 1.0 < spread < 3.5
         check_sensitivity(name, cls, config, model, tokens, logits)
         if name == "llama2":
-            write("llama2-sharded-bf16", copy.deepcopy(model).to(torch.bfloat16), tokens, shard="90KB")
-            write("llama2-f16", copy.deepcopy(model).to(torch.float16), tokens)
+            write("llama2-sharded-bf16", copy.deepcopy(model).to(torch.bfloat16), tokens, stream=False, shard="90KB")
+            write("llama2-f16", copy.deepcopy(model).to(torch.float16), tokens, stream=False)
             assert len(list((FIXTURES / "families/llama2-sharded-bf16").glob("model-*.safetensors"))) == 2
 
 

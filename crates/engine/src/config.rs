@@ -77,6 +77,14 @@ impl SchedulerConfig {
         Ok(())
     }
 
+    /// Logits that one step can want: one for each sequence, and [`Self::MAX_SCORED_TOKENS`] prompt positions.
+    pub fn max_logits(&self) -> usize {
+        self.max_num_seqs + Self::MAX_SCORED_TOKENS
+    }
+
+    /// Prompt positions that one step scores at most (for log-probabilities of the prompt).
+    pub const MAX_SCORED_TOKENS: usize = 64;
+
     /// Tokens of a sequence's next chunk when `todo` are left to compute and `budget` are left in the step.
     pub(crate) fn chunk_len(&self, todo: usize, budget: usize) -> usize {
         let threshold = self.long_prefill_token_threshold;

@@ -165,6 +165,9 @@ impl<E: Executor> Engine<E> {
             let reason = refusal.map_or(FinishReason::Length, FinishReason::Error);
             return self.end(id, None, &reason);
         }
+        if request.prompt_logprobs.is_some() && request.prompt.len() == 1 {
+            self.events.push(Event::PromptLogprobs { id, logprobs: Vec::new() });
+        }
         let sequence_id = self.scheduler.next_sequence_id();
         let sequence = Sequence::new(sequence_id, request, self.config.max_model_len);
         self.scheduler.add(sequence);

@@ -12,6 +12,7 @@ pub mod events;
 pub mod executor;
 pub mod handle;
 pub mod model;
+pub mod plan;
 pub mod request;
 mod scheduler;
 mod sequence;

@@ -39,7 +39,10 @@ pub(crate) struct StepRecord {
 struct Plan {
     batch: Batch,
     record: StepRecord,
+    /// Tokens left.
     budget: usize,
+    /// Prompt positions that may still be scored.
+    score_budget: usize,
     n_logits: usize,
     preempted: bool,
 }
@@ -170,7 +173,11 @@ impl Scheduler {
 
     /// The next step, or `None` if nothing can be computed now.
     pub fn schedule(&mut self) -> Option<(Batch, StepRecord)> {
-        let mut plan = Plan { budget: self.config.max_num_batched_tokens, ..Plan::default() };
+        let mut plan = Plan {
+            budget: self.config.max_num_batched_tokens,
+            score_budget: SchedulerConfig::MAX_SCORED_TOKENS,
+            ..Plan::default()
+        };
         plan.batch.step = self.next_step;
         plan.batch.copies = vec![Vec::new(); self.cache.n_groups()];
         self.schedule_running(&mut plan);
@@ -215,7 +222,7 @@ impl Scheduler {
         loop {
             let sequence = self.sequences.get_mut(&key.1).expect("running sequences exist");
             let start = sequence.n_scheduled;
-            let chunk = self.config.chunk_len(sequence.todo(), plan.budget);
+            let chunk = plan.chunk_len(&self.config, sequence);
             if chunk == 0 {
                 return false;
             }
@@ -345,7 +352,7 @@ impl Scheduler {
     /// Adds the sequence's next chunk, whose blocks are secured, to the step.
     fn emit_row(&mut self, id: SequenceId, plan: &mut Plan) {
         let mut sequence = self.sequences.remove(&id).expect("running sequences exist");
-        let chunk = self.config.chunk_len(sequence.todo(), plan.budget);
+        let chunk = plan.chunk_len(&self.config, &sequence);
         let start = sequence.n_scheduled;
         let end = start + chunk;
         let draws = end == sequence.len();
@@ -360,6 +367,7 @@ impl Scheduler {
         let logits_from = if scored.is_empty() { chunk - usize::from(draws) } else { 0 };
         plan.start_and_update(&mut sequence);
         let slot = sequence.residency.as_ref().expect("running sequences are resident").slot;
+        plan.score_budget -= scored.len();
         for position in scored {
             let (n_top, _) = sequence.prompt_logprobs.as_ref().expect("scored positions want it");
             let kind = SampleKind::Score { token: sequence.tokens[position + 1], n_top: *n_top };
@@ -440,6 +448,15 @@ impl Residency {
 }
 
 impl Plan {
+    /// Tokens of the sequence's next chunk; 0: it has to wait.
+    fn chunk_len(&self, config: &SchedulerConfig, sequence: &Sequence) -> usize {
+        // Scored prompts are computed in pieces even without chunked prefill: their logits take memory.
+        if sequence.prompt_logprobs.is_some() && sequence.todo() > 1 {
+            return sequence.todo().min(self.budget).min(self.score_budget);
+        }
+        config.chunk_len(sequence.todo(), self.budget)
+    }
+
     /// Tells the executor what it does not know of a sequence's slot and tables.
     fn start_and_update(&mut self, sequence: &mut Sequence) {
         let output = sequence.output().to_vec();

@@ -1,5 +1,6 @@
 //! Runs batches. One trait, so that the local, the parallel and the simulated executor take the same [`Batch`].
 
+pub mod local;
 pub mod sim;
 
 use kwire_kernels::KernelError;

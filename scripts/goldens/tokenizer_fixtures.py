@@ -141,10 +141,12 @@ def sentencepiece_bpe():
             split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=True,
             allow_whitespace_only_pieces=True, character_coverage=0.9995, num_threads=1, minloglevel=2, unk_surface=" \u2047 ",
             unk_id=0, bos_id=1, eos_id=2, pad_id=-1)
-        model = pathlib.Path(f"{tmp}/m.model").read_bytes()
+        proto = sentencepiece_model_pb2.ModelProto.FromString(pathlib.Path(f"{tmp}/m.model").read_bytes())
+    proto.trainer_spec.ClearField("input")  # the temporary folder's name
+    proto.trainer_spec.ClearField("model_prefix")
+    model = proto.SerializeToString(deterministic=True)
     (OUT / f"{name}.model").write_bytes(model)
     sp = spm.SentencePieceProcessor(model_proto=model)
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
     pieces = [(p.piece, p.score, p.type) for p in proto.pieces]
     vocab = {p: i for i, (p, _, _) in enumerate(pieces)}
     merges = []

@@ -12,9 +12,11 @@
 pub mod backend;
 pub mod cpu;
 pub mod dtype;
+pub mod file_map;
 
 pub use backend::{
     Activation, AttentionOp, Backend, BlockCopy, KernelError, KvDtype, KvLayout, Rope, RopePairing, RowSpan,
     SampleParams, SampleRequest, Sampled, StepBatch, TokenLogprobs, TokenMask, WeightPart,
 };
 pub use dtype::DType;
+pub use file_map::FileMap;

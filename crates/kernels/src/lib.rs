@@ -11,10 +11,12 @@
 
 pub mod backend;
 pub mod cpu;
+pub mod dequantize;
 pub mod dtype;
+pub mod linear;
 
 pub use backend::{
-    Activation, AttentionOp, Backend, BlockCopy, KernelError, KvDtype, KvLayout, Rope, RopePairing, RowSpan, SampleParams,
-    SampleRequest, Sampled, StepBatch, TokenLogprobs, TokenMask, WeightPart,
+    Activation, AttentionOp, Backend, BlockCopy, KernelError, KvDtype, KvLayout, Rope, RopePairing, RowSpan,
+    SampleParams, SampleRequest, Sampled, StepBatch, TokenLogprobs, TokenMask, WeightPart,
 };
 pub use dtype::DType;

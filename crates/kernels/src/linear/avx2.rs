@@ -11,6 +11,7 @@
 use super::kernel::{self, FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, Source};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use crate::DType;
+use std::arch::asm;
 use std::arch::x86_64::*;
 
 /// Functions of this file: all need AVX2, FMA and F16C.
@@ -231,6 +232,7 @@ unsafe fn sums<Q: Quants, const M: usize>(block: *const u8, s: usize, x: *const 
                     for h in 0..2 {
                         words[h] = _mm256_add_epi16(words[h], _mm256_maddubs_epi16(w[h], x));
                     }
+                    keep_order(words);
                 }
             }
         }
@@ -264,10 +266,23 @@ unsafe fn signed_sums<Q: Quants, const M: usize>(block: *const u8, x: *const i8)
                     let words = _mm256_maddubs_epi16(abs[h], _mm256_sign_epi8(x, w[h]));
                     total[h] = _mm256_add_epi32(total[h], _mm256_madd_epi16(words, ones));
                 }
+                keep_order(total);
             }
         }
     }
     total
+}
+
+/// No instruction, but the compiler computes these sums here. Left alone it reorders the additions row by row,
+/// which keeps all quants of a block alive, and spills them.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn keep_order(sums: &mut Pair<__m256i>) {
+    let [low, high] = sums;
+    // SAFETY: the assembly is empty. It is not `pure`, so that such points keep their order.
+    unsafe {
+        asm!("/* {0} {1} */", inout(ymm_reg) * low, inout(ymm_reg) * high, options(nomem, nostack, preserves_flags))
+    };
 }
 
 fn float(dtype: DType, rows: usize) -> FloatKernel {

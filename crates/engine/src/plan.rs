@@ -55,7 +55,8 @@ impl MemoryPlan {
             return Err(too_long(&groups, scheduler, cache));
         }
         let per_sequence = groups.iter().zip(&n_blocks).map(|(g, &n)| n / g.blocks_for(scheduler.max_model_len, step));
-        let tokens = groups.iter().zip(&n_blocks).filter(|(g, _)| g.window.is_none()).map(|(_, &n)| n * cache.block_len);
+        let tokens =
+            groups.iter().zip(&n_blocks).filter(|(g, _)| g.window.is_none()).map(|(_, &n)| n * cache.block_len);
         let full_sequences = per_sequence.min().unwrap_or(0);
         let cache_bytes = groups.iter().zip(&n_blocks).map(|(g, &n)| g.layout.block_bytes() * n).sum();
         Ok(Self {

@@ -308,6 +308,9 @@ pub trait Backend: Send + 'static {
     /// Low-rank adapters of a step's rows; uninhabited where the backend has none.
     type Lora: Send;
 
+    /// Bytes that the weights of one checkpoint matrix will take.
+    fn weight_bytes(dtype: DType, n_rows: usize, n_cols: usize) -> usize;
+
     /// Reserves an activation matrix.
     fn tensor(&mut self, capacity: usize, cols: usize) -> Result<Self::Tensor, KernelError>;
     /// Makes one linear layer of parts stacked along the output (merged QKV, merged gate and up).

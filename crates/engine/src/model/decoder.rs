@@ -112,12 +112,7 @@ impl<B: Backend> Decoder<B> {
 }
 
 impl<B: Backend> Activations<B> {
-    fn new(
-        spec: &DecoderSpec,
-        backend: &mut B,
-        max_tokens: usize,
-        max_logits: usize,
-    ) -> Result<Self, KernelError> {
+    fn new(spec: &DecoderSpec, backend: &mut B, max_tokens: usize, max_logits: usize) -> Result<Self, KernelError> {
         let [residual, normed, qkv, attended, gate_up, gated, delta] = Self::widths(spec);
         Ok(Self {
             residual: backend.tensor(max_tokens, residual)?,

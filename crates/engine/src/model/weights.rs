@@ -92,8 +92,7 @@ impl<'a, B: Backend> Loader<'a, B> {
             (role(LayerRole::K), kv_rows, *qkv_bias),
             (role(LayerRole::V), kv_rows, *qkv_bias),
         ];
-        let gate_up =
-            [(role(LayerRole::Gate), mlp.width, mlp.bias), (role(LayerRole::Up), mlp.width, mlp.bias)];
+        let gate_up = [(role(LayerRole::Gate), mlp.width, mlp.bias), (role(LayerRole::Up), mlp.width, mlp.bias)];
         let qk_norm = match qk_norm_eps {
             None => None,
             Some(_) => {

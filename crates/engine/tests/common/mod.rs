@@ -45,7 +45,8 @@ impl Golden {
     /// Greatest absolute difference.
     pub fn max_error(&self, logits: &[f32]) -> f32 {
         assert_eq!(self.logits.len(), logits.len());
-        let differences = self.logits.iter().zip(logits).map(|(a, b)| if b.is_nan() { f32::INFINITY } else { (a - b).abs() });
+        let differences =
+            self.logits.iter().zip(logits).map(|(a, b)| if b.is_nan() { f32::INFINITY } else { (a - b).abs() });
         differences.fold(0.0, f32::max)
     }
 }
@@ -81,7 +82,8 @@ impl Model {
         for (i, tokens) in tokens.chunks(chunk).enumerate() {
             let blocks: Vec<u32> = (0..u32::try_from(MAX_LEN / 16).unwrap()).collect();
             let update = |group| TableUpdate { slot: 0, group, start: 0, blocks: blocks.clone() };
-            let row = Row { slot: 0, first_position: i * chunk, tokens: RowTokens::Known(tokens.to_vec()), logits_from: 0 };
+            let row =
+                Row { slot: 0, first_position: i * chunk, tokens: RowTokens::Known(tokens.to_vec()), logits_from: 0 };
             let batch = Batch {
                 step: self.step,
                 tables: (0..self.executor.info().groups.len()).map(update).collect(),

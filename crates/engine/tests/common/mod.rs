@@ -13,12 +13,38 @@ use kwire_engine::model::weights;
 use kwire_kernels::KvDtype;
 use kwire_kernels::cpu::CpuBackend;
 
-/// Longest sequence of these tests.
-pub const MAX_LEN: usize = 64;
+// Each test program uses a part of this.
+#![allow(dead_code)]
+
+/// How a test runs a model.
+#[derive(Debug, Clone, Copy)]
+pub struct Options {
+    /// Element format of the cache.
+    pub kv_dtype: KvDtype,
+    /// Longest sequence.
+    pub max_len: usize,
+    /// Tokens of a step at most.
+    pub max_step: usize,
+    /// Threads.
+    pub n_workers: usize,
+}
+
+/// For the tiny checkpoints: no rounding but that of f32.
+pub const EXACT: Options = Options { kv_dtype: KvDtype::F32, max_len: 64, max_step: 64, n_workers: 1 };
 
 /// A file of the repository's `fixtures/`.
 pub fn fixture(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures").join(path)
+}
+
+/// The shipped model, as `scripts/fetch_smollm2.py` stores it.
+pub fn smollm2() -> PathBuf {
+    let folder = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let cache = || folder("XDG_CACHE_HOME").or_else(|| Some(folder("HOME")?.join(".cache"))).map(|c| c.join("kwire"));
+    let home = folder("KWIRE_HOME").or_else(cache).expect("HOME is set");
+    let path = home.join("models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf");
+    assert!(path.exists(), "{} is missing: run scripts/fetch_smollm2.py", path.display());
+    path
 }
 
 /// Tokens and the reference's logits for each of them.
@@ -51,39 +77,53 @@ impl Golden {
     }
 }
 
-/// A checkpoint on the CPU with an f32 cache.
+/// A checkpoint on the CPU.
 pub struct Model {
     executor: LocalExecutor<CpuBackend>,
+    n_blocks: u32,
     step: u64,
 }
 
 impl Model {
     /// Loads what is at `path`.
-    pub fn open(path: &Path) -> Self {
+    pub fn open(path: &Path, options: Options) -> Self {
         let checkpoint = Checkpoint::open(path).unwrap();
         let (spec, names) = checkpoint.family().unwrap();
-        Self::load(&checkpoint, spec, &names).unwrap()
+        Self::load(&checkpoint, spec, &names, options).unwrap()
     }
 
     /// Loads with a spec that may not be the checkpoint's own.
-    pub fn load(checkpoint: &Checkpoint, spec: DecoderSpec, names: &WeightNames) -> Result<Self, weights::LoadError> {
-        let mut backend = CpuBackend::new(1, None);
-        let groups = KvGroup::of(&spec, 16, KvDtype::F32);
-        let n_blocks = vec![MAX_LEN / 16; groups.len()];
+    pub fn load(
+        checkpoint: &Checkpoint,
+        spec: DecoderSpec,
+        names: &WeightNames,
+        options: Options,
+    ) -> Result<Self, weights::LoadError> {
+        let Options { kv_dtype, max_len, max_step, n_workers } = options;
+        let mut backend = CpuBackend::new(n_workers, None);
+        let groups = KvGroup::of(&spec, 16, kv_dtype);
+        let n_blocks = vec![max_len / 16; groups.len()];
         let loaded = weights::load(checkpoint, &spec, names, &mut backend, &mut |_| {})?;
         let info = ExecutorInfo { groups, n_blocks, n_vocab: spec.n_vocab, depth: 0 };
-        let decoder = Decoder::new(spec, loaded, &info.groups, &mut backend, MAX_LEN, MAX_LEN, MAX_LEN).unwrap();
-        Ok(Self { executor: LocalExecutor::new(info, 1, backend, decoder).unwrap(), step: 0 })
+        let decoder = Decoder::new(spec, loaded, &info.groups, &mut backend, max_step, max_step, max_len).unwrap();
+        let executor = LocalExecutor::new(info, 1, backend, decoder).unwrap();
+        Ok(Self { executor, n_blocks: u32::try_from(max_len / 16).unwrap(), step: 0 })
     }
 
     /// Logits of every token of a sequence, computed in chunks of at most `chunk` tokens.
     pub fn logits(&mut self, tokens: &[u32], chunk: usize) -> Vec<f32> {
-        let mut logits = Vec::new();
+        let mut all = Vec::new();
+        self.each_logits(tokens, chunk, |logits| all.extend_from_slice(logits));
+        all
+    }
+
+    /// Calls `f` with the logits of each token in turn.
+    pub fn each_logits(&mut self, tokens: &[u32], chunk: usize, mut f: impl FnMut(&[f32])) {
+        let n_vocab = self.executor.info().n_vocab;
         for (i, tokens) in tokens.chunks(chunk).enumerate() {
-            let blocks: Vec<u32> = (0..u32::try_from(MAX_LEN / 16).unwrap()).collect();
+            let blocks: Vec<u32> = (0..self.n_blocks).collect();
             let update = |group| TableUpdate { slot: 0, group, start: 0, blocks: blocks.clone() };
-            let row =
-                Row { slot: 0, first_position: i * chunk, tokens: RowTokens::Known(tokens.to_vec()), logits_from: 0 };
+            let row = Row { slot: 0, first_position: i * chunk, tokens: RowTokens::Known(tokens.to_vec()), logits_from: 0 };
             let batch = Batch {
                 step: self.step,
                 tables: (0..self.executor.info().groups.len()).map(update).collect(),
@@ -92,8 +132,7 @@ impl Model {
             };
             self.step += 1;
             self.executor.forward(&batch).unwrap();
-            logits.extend(self.executor.logits(tokens.len()).unwrap());
+            self.executor.logits(tokens.len()).unwrap().chunks_exact(n_vocab).for_each(&mut f);
         }
-        logits
     }
 }

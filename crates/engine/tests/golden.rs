@@ -46,9 +46,10 @@ const QUANTIZED_TOLERANCE: f32 = 0.15;
 
 #[test]
 fn gguf_files_give_the_reference_logits() {
-    for name in ["llama-f16", "llama-q4_0", "llama-q4_0-v2", "llama-q5_1", "llama-q8_0", "llama-tied-q8_0", "llama-q4_k_m"]
-        .into_iter()
-        .chain(["qwen2-q4_0", "qwen2-q8_0"])
+    for name in
+        ["llama-f16", "llama-q4_0", "llama-q4_0-v2", "llama-q5_1", "llama-q8_0", "llama-tied-q8_0", "llama-q4_k_m"]
+            .into_iter()
+            .chain(["qwen2-q4_0", "qwen2-q8_0"])
     {
         let reference = golden(&fixture(&format!("gguf/{}.golden.safetensors", name.trim_end_matches("-v2"))));
         let mut model = Model::open(&fixture(&format!("gguf/{name}.gguf")), EXACT);
@@ -122,7 +123,10 @@ fn every_config_key_that_matters_is_read() {
             for (pointer, value) in alterations(&config) {
                 let mut altered = config.clone();
                 *altered.pointer_mut(&pointer).unwrap() = value.clone();
-                assert!(is_noticed(&scratch, &altered, &reference), "{name}/{style}: {pointer} = {value} changes nothing");
+                assert!(
+                    is_noticed(&scratch, &altered, &reference),
+                    "{name}/{style}: {pointer} = {value} changes nothing"
+                );
                 n_altered += 1;
             }
         }

@@ -43,7 +43,8 @@ fn choices(model: &mut Model, case: &Value) -> Vec<Choice> {
     let top_ids = case["top2_ids"].as_array().unwrap();
     let at = |i: usize| {
         let ours = &logits[(prompt.len() - 1 + i) * n_vocab..][..n_vocab];
-        let reference: Vec<f32> = top_logits[i].as_array().unwrap().iter().map(|v| v.as_f64().unwrap() as f32).collect();
+        let reference: Vec<f32> =
+            top_logits[i].as_array().unwrap().iter().map(|v| v.as_f64().unwrap() as f32).collect();
         let ids: Vec<usize> = numbers(&top_ids[i]);
         let errors = ids.iter().zip(&reference).map(|(&id, r)| (ours[id] - r).abs());
         let gap = reference[0] - reference[1];
@@ -90,6 +91,9 @@ fn perplexity_is_within_half_a_percent() {
     });
     let perplexity = (nll / (tokens.len() - 1) as f64).exp();
     let expected = golden["perplexity"].as_f64().unwrap();
-    println!("perplexity {perplexity:.4}, the reference has {expected:.4}: {:+.3} %", (perplexity / expected - 1.0) * 100.0);
+    println!(
+        "perplexity {perplexity:.4}, the reference has {expected:.4}: {:+.3} %",
+        (perplexity / expected - 1.0) * 100.0
+    );
     assert!((perplexity / expected - 1.0).abs() < 0.005);
 }

@@ -1,5 +1,8 @@
 //! Loads checkpoints for the tests and runs them a step at a time.
 
+// Each test program uses a part of this.
+#![allow(dead_code)]
+
 use std::path::{Path, PathBuf};
 
 use kwire_engine::batch::{Batch, Row, RowTokens, TableUpdate};
@@ -12,9 +15,6 @@ use kwire_engine::model::spec::{DecoderSpec, WeightNames};
 use kwire_engine::model::weights;
 use kwire_kernels::KvDtype;
 use kwire_kernels::cpu::CpuBackend;
-
-// Each test program uses a part of this.
-#![allow(dead_code)]
 
 /// How a test runs a model.
 #[derive(Debug, Clone, Copy)]
@@ -92,6 +92,19 @@ impl Model {
         Self::load(&checkpoint, spec, &names, options).unwrap()
     }
 
+    /// An executor with `n_slots` slots and `n_blocks` cache blocks, for an engine of its own.
+    pub fn executor(
+        path: &Path,
+        options: Options,
+        n_slots: usize,
+        max_logits: usize,
+        n_blocks: usize,
+    ) -> LocalExecutor<CpuBackend> {
+        let checkpoint = Checkpoint::open(path).unwrap();
+        let (spec, names) = checkpoint.family().unwrap();
+        Self::build(&checkpoint, spec, &names, options, (n_slots, max_logits, n_blocks)).unwrap()
+    }
+
     /// Loads with a spec that may not be the checkpoint's own.
     pub fn load(
         checkpoint: &Checkpoint,
@@ -99,15 +112,26 @@ impl Model {
         names: &WeightNames,
         options: Options,
     ) -> Result<Self, weights::LoadError> {
+        let n_blocks = options.max_len / 16;
+        let executor = Self::build(checkpoint, spec, names, options, (1, options.max_step, n_blocks))?;
+        Ok(Self { executor, n_blocks: u32::try_from(n_blocks).unwrap(), step: 0 })
+    }
+
+    fn build(
+        checkpoint: &Checkpoint,
+        spec: DecoderSpec,
+        names: &WeightNames,
+        options: Options,
+        (n_slots, max_logits, n_blocks): (usize, usize, usize),
+    ) -> Result<LocalExecutor<CpuBackend>, weights::LoadError> {
         let Options { kv_dtype, max_len, max_step, n_workers } = options;
         let mut backend = CpuBackend::new(n_workers, None);
         let groups = KvGroup::of(&spec, 16, kv_dtype);
-        let n_blocks = vec![max_len / 16; groups.len()];
         let loaded = weights::load(checkpoint, &spec, names, &mut backend, &mut |_| {})?;
+        let n_blocks = vec![n_blocks; groups.len()];
         let info = ExecutorInfo { groups, n_blocks, n_vocab: spec.n_vocab, depth: 0 };
-        let decoder = Decoder::new(spec, loaded, &info.groups, &mut backend, max_step, max_step, max_len).unwrap();
-        let executor = LocalExecutor::new(info, 1, backend, decoder).unwrap();
-        Ok(Self { executor, n_blocks: u32::try_from(max_len / 16).unwrap(), step: 0 })
+        let decoder = Decoder::new(spec, loaded, &info.groups, &mut backend, max_step, max_logits, max_len).unwrap();
+        Ok(LocalExecutor::new(info, n_slots, backend, decoder).unwrap())
     }
 
     /// Logits of every token of a sequence, computed in chunks of at most `chunk` tokens.
@@ -123,7 +147,8 @@ impl Model {
         for (i, tokens) in tokens.chunks(chunk).enumerate() {
             let blocks: Vec<u32> = (0..self.n_blocks).collect();
             let update = |group| TableUpdate { slot: 0, group, start: 0, blocks: blocks.clone() };
-            let row = Row { slot: 0, first_position: i * chunk, tokens: RowTokens::Known(tokens.to_vec()), logits_from: 0 };
+            let row =
+                Row { slot: 0, first_position: i * chunk, tokens: RowTokens::Known(tokens.to_vec()), logits_from: 0 };
             let batch = Batch {
                 step: self.step,
                 tables: (0..self.executor.info().groups.len()).map(update).collect(),

@@ -314,7 +314,14 @@ pub trait Backend: Send + 'static {
     /// `out[t] = scale * table[token_ids[t]]`, for all tokens of the step.
     fn embed(&mut self, step: &Self::Step, table: &Self::Weight, scale: f32, out: &mut Self::Tensor);
     /// `out = x · wᵀ + bias` over the first `rows` rows, plus the rows' adapters.
-    fn linear(&mut self, rows: usize, x: &Self::Tensor, w: &Self::Weight, lora: Option<&Self::Lora>, out: &mut Self::Tensor);
+    fn linear(
+        &mut self,
+        rows: usize,
+        x: &Self::Tensor,
+        w: &Self::Weight,
+        lora: Option<&Self::Lora>,
+        out: &mut Self::Tensor,
+    );
     /// Sums `delta` over the ranks (one rank: as it is), adds it to `residual`, and writes
     /// `out = rms_norm(residual) * weight`. With no `delta` only the norm.
     fn all_reduce_add_norm(

@@ -13,12 +13,15 @@ pub mod activation;
 pub mod aligned;
 pub mod backend;
 pub mod cpu;
+pub mod dequantize;
 pub mod dtype;
 pub mod file_map;
 pub mod kv_cache;
+pub mod linear;
 pub mod norm;
 pub mod paged_attention;
 pub mod rope;
+pub mod sample;
 #[cfg(test)]
 mod testing;
 

@@ -126,7 +126,8 @@ fn quantize(pool: &mut Pool, kernels: &Kernels, to: &mut Activations, rows: usiz
         let in_tile = tile_rows.min(rows - t * tile_rows);
         for r in 0..in_tile {
             let x = &x.data[(t * tile_rows + r) * x.stride..][..n_cols];
-            tile.quantize_row(kernels, r, in_tile, x);
+            // SAFETY: `Scratch::new` checked that the instruction set is available.
+            unsafe { (kernels.quantize_row)(x, &mut tile, r, in_tile) };
         }
     };
     if rows * n_cols < PARALLEL_QUANTIZE {
@@ -275,6 +276,7 @@ impl Linear<'_> {
                 std::slice::from_raw_parts_mut(self.out.data.add((first_row + r) * self.out.stride + column), n)
             };
             match bias {
+                None if n == PANEL => out.copy_from_slice(acc), // Of a known length: no call.
                 None => out.copy_from_slice(&acc[..n]),
                 Some(bias) => {
                     for ((out, acc), bias) in out.iter_mut().zip(acc).zip(bias) {

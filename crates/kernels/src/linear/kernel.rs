@@ -7,6 +7,7 @@
 //! `u = fma(d, I, m * S)`, `acc = fma(s, u, acc)` per block of 32 columns (two `u` and two steps where sub-blocks have 16),
 //! with `I` the exact integer sum of `q * x`, `S` that of `x`, and `s` the activation scale.
 
+use super::activations::ActivationTileMut;
 use super::layout::{Format, Kind, PANEL};
 use super::portable;
 use crate::DType;
@@ -72,8 +73,8 @@ pub(super) struct Kernels {
     pub expand_scales: unsafe fn(Format, &[u8], &mut [f32], &mut [f32]),
     /// Each 64 bytes to 64 low, then 64 high nibbles.
     pub unpack_nibbles: unsafe fn(&[u8], &mut [u8]),
-    /// See [`super::activations`].
-    pub quantize_block: unsafe fn(&[f32; 32], &mut [i8; 32]) -> f32,
+    /// Row `r` of the rows (the last argument) of a tile; see [`super::activations`].
+    pub quantize_row: unsafe fn(&[f32], &mut ActivationTileMut<'_>, usize, usize),
 }
 
 impl Kernels {

@@ -173,6 +173,7 @@ unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
     debug_assert_eq!(tile.rows, M);
     let n_subs = BLOCK / Q::SUB_LEN;
     for b in 0..tile.n_blocks {
+        tile.prefetch_share(b);
         for s in 0..n_subs {
             let sub = b * n_subs + s;
             // SAFETY: block and sub-block are within the tile's extents, which the caller vouches for.

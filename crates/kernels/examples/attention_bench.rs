@@ -1,4 +1,5 @@
-//! Speed of attention and sampling: `cargo run --release -p kwire-kernels --example attention_bench [WORKERS]`.
+//! Speed of attention and sampling: `cargo run --release -p kwire-kernels --example attention_bench [WORKERS [NAME]]`; only
+//! attention measurements whose name contains NAME are made, where it is given.
 //!
 //! Times are the minimum of many runs, since other load only ever adds. The f32 peak is measured first, on as many
 //! threads. The attention shape is SmolLM2-135M's: 9 query heads, 3 KV heads of 64 elements, one layer, cache in f16.
@@ -34,8 +35,10 @@ fn main() {
             attention(&format!("{dtype:?} prefill {chunk} at {context}"), n_workers, peak, dtype, 1, context, chunk);
         }
     }
-    small_operations(n_workers);
-    sampler(n_workers);
+    if std::env::args().nth(2).is_none() {
+        small_operations(n_workers);
+        sampler(n_workers);
+    }
 }
 
 /// Shortest time of `f`, run for a while. With one worker it is processor time, which other load does not stretch.
@@ -60,6 +63,9 @@ fn clock_s(thread: bool) -> f64 {
 }
 
 fn attention(name: &str, n_workers: usize, peak: f64, dtype: KvDtype, batch: usize, context: usize, chunk: usize) {
+    if std::env::args().nth(2).is_some_and(|part| !name.contains(&part)) {
+        return;
+    }
     let mut b = CpuBackend::new(n_workers, None).unwrap();
     let blocks_per_row = (context + chunk).div_ceil(16);
     let layout = KvLayout { n_layers: 1, kv_heads: 3, head_dim: 64, block_len: 16, dtype };

@@ -203,7 +203,13 @@ impl RunItem<'_> {
     fn run(self, isa: Isa) {
         let (job, tile) = (self.job, &self.tile);
         let (d, padded, n) = (job.args.op.head_dim, job.padded, job.n_rows(tile));
-        let lens = [n * d, n * SPLIT, kernel::converted_len(padded), job.partial_len(tile), job.partial_len(tile)];
+        let lens = [
+            n * d,
+            n * kernel::SCORE_STRIDE,
+            kernel::converted_len(padded),
+            job.partial_len(tile),
+            job.partial_len(tile),
+        ];
         let WorkerScratch { floats, visible } = self.scratch;
         let [q, scores, converted, split_result, total] = carve(floats, lens);
         pack_queries(job, tile, q);

@@ -12,7 +12,7 @@ use crate::paged_attention::{Attention, AttentionScratch, paged_attention};
 use crate::rope::{RopeTable, RopeWrite, rope_write_kv};
 use crate::sample::{SampleScratch, sample};
 use crate::{
-    Activation, AttentionOp, Backend, BlockCopy, KernelError, KvLayout, Rope, SampleRequest, Sampled, StepBatch,
+    Activation, AttentionOp, Backend, BlockCopy, DType, KernelError, KvLayout, Rope, SampleRequest, Sampled, StepBatch,
     WeightPart, activation, norm,
 };
 
@@ -98,6 +98,10 @@ impl Backend for CpuBackend {
     type Step = CpuStep;
     type Pending = Vec<Sampled>;
     type Lora = Infallible;
+
+    fn weight_bytes(dtype: DType, n_rows: usize, n_cols: usize) -> usize {
+        linear::packed_bytes(dtype, n_rows, n_cols).unwrap_or(usize::MAX)
+    }
 
     fn tensor(&mut self, capacity: usize, cols: usize) -> Result<CpuTensor, KernelError> {
         let len = capacity.saturating_mul(cols);

@@ -213,19 +213,18 @@ impl RunItem<'_> {
         let WorkerScratch { floats, visible } = self.scratch;
         let [q, scores, converted, split_result, total] = carve(floats, lens);
         pack_queries(job, tile, q);
-        let mut n_merged = 0;
         for split in self.item.first_split..self.item.end_split {
+            let first = split == self.item.first_split;
             let result = match self.item.partials {
                 // SAFETY: this item alone owns the results of its splits until it counts them as finished.
                 Some(at) => unsafe { self.partials.slice(at, job.partial_len(tile)) },
-                None if n_merged == 0 => &mut *total,
+                None if first => &mut *total,
                 None => &mut *split_result,
             };
             run_split(isa, job, tile, split, Buffers { q, scores, converted, visible }, result);
-            if self.item.partials.is_none() && n_merged > 0 {
+            if self.item.partials.is_none() && !first {
                 dispatch(isa, Merge { n, padded, total, part: split_result });
             }
-            n_merged += 1;
         }
         if let Some(at) = self.item.partials {
             let n_splits = tile.end_split - tile.first_split;

@@ -4,6 +4,9 @@
 //! taken [`ROWS`] at a time, which fills the registers: rows × vectors of accumulators, fed by one broadcast a row and
 //! one load a vector.
 
+// Indices name the rows and vectors of a register tile, several arrays at a time.
+#![allow(clippy::needless_range_loop)]
+
 use std::marker::PhantomData;
 
 use super::SPLIT;

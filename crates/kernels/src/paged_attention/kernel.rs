@@ -87,9 +87,16 @@ pub(super) struct Split<'a> {
     pub softcap: Option<(f32, f32)>,
 }
 
-/// Buffers of one tile. Rows of `o` take `padded` elements: `head_dim` rounded up to whole vectors.
+/// Rows that the buffers of a tile of `n` query rows hold: a number that the kernels are made for. What they compute for
+/// the rows beyond `n` means nothing.
+pub(super) fn stored_rows(n: usize) -> usize {
+    if n <= 4 { n } else { n.next_multiple_of(ROWS) }
+}
+
+/// Buffers of one tile, of [`stored_rows`] rows each; `m` and `l` have a value for each query row. Rows of `o` take
+/// `padded` elements: `head_dim` rounded up to whole vectors.
 pub(super) struct Tile<'a> {
-    /// Packed queries, scaled: blocks of up to [`ROWS`] rows, `[head_dim][rows]` each.
+    /// Packed queries, scaled: blocks of up to [`ROWS`] rows, `[head_dim][rows]` each; rows beyond the queries are zero.
     pub q: &'a [f32],
     /// Scores, then weights: `rows × SCORE_STRIDE`.
     pub scores: &'a mut [f32],
@@ -110,8 +117,8 @@ pub(super) fn converted_len(padded: usize) -> usize {
 }
 
 impl Tile<'_> {
-    fn n_rows(&self) -> usize {
-        self.m.len()
+    fn stored_rows(&self) -> usize {
+        stored_rows(self.m.len())
     }
 }
 
@@ -138,7 +145,7 @@ impl<E: Element> Kernel for RunSplit<'_, E> {
         tile.o.fill(0.0);
         // SAFETY: the promise of `run_split`'s caller. Conversion pays where several blocks of rows read the result.
         unsafe {
-            if tile.n_rows() > ROWS {
+            if tile.stored_rows() > ROWS {
                 scores_converted::<L, E>(split, &mut tile);
                 softmax::<L>(split, &mut tile);
                 values_converted::<L, E>(split, &mut tile);
@@ -146,12 +153,12 @@ impl<E: Element> Kernel for RunSplit<'_, E> {
                 let first = split.first_group * GROUP;
                 let scores = tile.scores.as_mut_ptr().add(first);
                 let groups = Groups { keys: split.keys, values: Some(split.values) };
-                score_rows::<L, E>(tile.n_rows(), groups, split.head_dim, tile.q.as_ptr(), scores);
+                score_rows::<L, E>(tile.stored_rows(), groups, split.head_dim, tile.q.as_ptr(), scores);
                 softmax::<L>(split, &mut tile);
                 let out = Output { o: tile.o.as_mut_ptr(), padded: tile.padded };
                 let Split { values, head_dim, lo, hi, .. } = *split;
                 let tokens = Tokens { values, stride: head_dim, first, lo, hi };
-                value_rows::<L, E>(tile.n_rows(), &tokens, tile.scores.as_ptr(), out);
+                value_rows::<L, E>(tile.stored_rows(), &tokens, tile.scores.as_ptr(), out);
             }
         }
     }
@@ -165,7 +172,7 @@ impl<E: Element> Kernel for RunSplit<'_, E> {
 unsafe fn scores_converted<L: Lanes, E: Element>(split: &Split<'_>, tile: &mut Tile<'_>) {
     let d = split.head_dim;
     let step = if L::WIDE { 2 } else { 1 };
-    let n_rows = tile.n_rows();
+    let n_rows = tile.stored_rows();
     for (i, groups) in split.keys.chunks(step).enumerate() {
         let converted = tile.converted.as_mut_ptr();
         let mut keys = [converted.cast_const().cast::<u8>(); 2];
@@ -183,7 +190,7 @@ unsafe fn scores_converted<L: Lanes, E: Element>(split: &Split<'_>, tile: &mut T
             unsafe {
                 let (q, s) = (tile.q.as_ptr().add(row * d), tile.scores.as_mut_ptr().add(row * SCORE_STRIDE + column));
                 let groups = Groups { keys: &keys[..groups.len()], values: None };
-                score_rows::<L, f32>((n_rows - row).min(ROWS), groups, d, q, s);
+                score_rows::<L, f32>(ROWS, groups, d, q, s);
             }
         }
     }
@@ -195,7 +202,7 @@ unsafe fn scores_converted<L: Lanes, E: Element>(split: &Split<'_>, tile: &mut T
 /// As [`run_split`].
 #[inline(always)]
 unsafe fn values_converted<L: Lanes, E: Element>(split: &Split<'_>, tile: &mut Tile<'_>) {
-    let (d, padded, n_rows) = (split.head_dim, tile.padded, tile.n_rows());
+    let (d, padded, n_rows) = (split.head_dim, tile.padded, tile.stored_rows());
     for (i, groups) in split.values.chunks(VALUE_GROUPS).enumerate() {
         let converted = tile.converted.as_mut_ptr();
         let mut values = [converted.cast_const().cast::<u8>(); VALUE_GROUPS];
@@ -235,8 +242,6 @@ macro_rules! with_rows {
             3 => $f::<L, E, 3, 2>($($arg),*),
             4 if L::WIDE => $f::<L, E, 4, 2>($($arg),*),
             4 => $f::<L, E, 4, 1>($($arg),*),
-            5 if L::WIDE => $f::<L, E, 5, 2>($($arg),*),
-            5 => $f::<L, E, 5, 1>($($arg),*),
             _ if L::WIDE => $f::<L, E, ROWS, 2>($($arg),*),
             _ => $f::<L, E, ROWS, 1>($($arg),*),
         }
@@ -265,7 +270,7 @@ impl Groups<'_> {
     }
 }
 
-/// Scores of `n <= ROWS` rows against `groups`, stored from `s` on in rows of [`SCORE_STRIDE`].
+/// Scores of `n` rows (1 to 4, or [`ROWS`]) against `groups`, stored from `s` on in rows of [`SCORE_STRIDE`].
 ///
 /// # Safety
 /// Each group has `16 * d` elements, `q` is packed `[d][n]`, and `s` has room.
@@ -430,7 +435,7 @@ struct Output {
     padded: usize,
 }
 
-/// Adds the weighted values of `tokens` to `n <= ROWS` rows of `out`; `w` has the weights in rows of [`SCORE_STRIDE`].
+/// Adds the weighted values of `tokens` to `n` rows (1 to 4, or [`ROWS`]) of `out`; `w` has the weights in rows of [`SCORE_STRIDE`].
 ///
 /// # Safety
 /// Values are readable in whole vectors up to `padded`, and `w` and `out` have `n` rows.

@@ -321,7 +321,7 @@ unsafe fn score_block<L: Lanes, E: Element, const R: usize, const V: usize>(
     s: *mut f32,
 ) {
     let mut acc = [[L::splat(0.0); V]; R];
-    let q = aliases::<V>(q);
+    let q = aliases::<L, V>(q);
     // SAFETY: `i < d` bounds every access as the caller promises; head sizes are multiples of 8.
     unsafe {
         for i in (0..d).step_by(UNROLL) {
@@ -479,7 +479,7 @@ unsafe fn value_block<L: Lanes, E: Element, const R: usize, const V: usize>(
     out: Output,
 ) {
     let mut acc = [[L::splat(0.0); V]; R];
-    let w = aliases::<V>(w);
+    let w = aliases::<L, V>(w);
     // SAFETY: columns, rows and tokens stay within what the caller promises.
     unsafe {
         for r in 0..R {
@@ -544,13 +544,15 @@ fn prefetch(p: *const u8) {
     let _ = p;
 }
 
-/// The same pointer `V` times, in a way that the compiler can't see. Factors are broadcast anew for each vector, which
-/// costs a load; kept in registers between vectors they would push accumulators out to the stack.
+/// The same pointer `V` times; with 16 registers, in a way that the compiler can't see. Factors are then broadcast anew
+/// for each vector, which costs a load; kept between vectors they would push accumulators out to the stack.
 #[inline(always)]
-fn aliases<const V: usize>(p: *const f32) -> [*const f32; V] {
+fn aliases<L: Lanes, const V: usize>(p: *const f32) -> [*const f32; V] {
     let mut out = [p; V];
-    for alias in &mut out[1..] {
-        *alias = std::hint::black_box(p);
+    if !L::WIDE {
+        for alias in &mut out[1..] {
+            *alias = std::hint::black_box(p);
+        }
     }
     out
 }

@@ -306,20 +306,24 @@ struct Dense {
     rope: Rope,
 }
 
-/// A size under the names of both formats.
-struct SizeKey {
+/// A key under the names of both formats.
+struct KeyName {
     hf: &'static str,
     gguf: &'static str,
 }
 
 impl Dense {
-    fn spec(self) -> Result<DecoderSpec, (SizeKey, String)> {
-        if self.heads % self.kv_heads != 0 {
-            let key = SizeKey { hf: "num_key_value_heads", gguf: "attention.head_count_kv" };
+    fn spec(self) -> Result<DecoderSpec, (KeyName, String)> {
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            let key = KeyName { hf: "num_key_value_heads", gguf: "attention.head_count_kv" };
             return Err((key, format!("a divisor of the {} attention heads", self.heads)));
         }
         if self.head_dim % 2 != 0 {
-            return Err((SizeKey { hf: "head_dim", gguf: "attention.key_length" }, "an even number".to_owned()));
+            return Err((KeyName { hf: "head_dim", gguf: "attention.key_length" }, "an even number".to_owned()));
+        }
+        if !self.rope.scale.is_finite() || self.rope.inv_freq.iter().any(|f| !f.is_finite() || *f <= 0.0) {
+            let key = KeyName { hf: "rope_theta", gguf: "rope.freq_base" };
+            return Err((key, "a base and a scaling that give finite frequencies above 0".to_owned()));
         }
         let attention = AttentionSpec {
             op: AttentionOp {
@@ -467,3 +471,6 @@ const GGUF_HARMLESS: &[&str] = &[
     "tensor_data_layout",
     "vocab_size",
 ];
+
+#[cfg(test)]
+mod tests;

@@ -5,6 +5,7 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    ops::Deref,
     path::{Path, PathBuf},
 };
 
@@ -116,8 +117,25 @@ impl Kind {
 #[derive(Debug)]
 pub(super) struct Gguf {
     path: PathBuf,
-    map: FileMap,
+    file: Bytes,
     meta: Meta,
+}
+
+#[derive(Debug)]
+enum Bytes {
+    Map(FileMap),
+    Memory(Vec<u8>),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Map(map) => map,
+            Self::Memory(bytes) => bytes,
+        }
+    }
 }
 
 impl Gguf {
@@ -125,7 +143,13 @@ impl Gguf {
         let map = FileMap::open(path).map_err(|e| Blame(path).io(e))?;
         let (meta, tensors) = parse(path, &map)?;
         map.advise_willneed();
-        Ok((Self { path: path.to_owned(), map, meta }, tensors))
+        Ok((Self { path: path.to_owned(), file: Bytes::Map(map), meta }, tensors))
+    }
+
+    /// A file that is in memory already; `path` is only a name.
+    pub(super) fn from_bytes(path: &Path, bytes: Vec<u8>) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
+        let (meta, tensors) = parse(path, &bytes)?;
+        Ok((Self { path: path.to_owned(), file: Bytes::Memory(bytes), meta }, tensors))
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -137,7 +161,7 @@ impl Gguf {
     }
 
     pub(super) fn bytes(&self, offset: usize, len: usize) -> &[u8] {
-        &self.map[offset..offset + len]
+        &self.file[offset..offset + len]
     }
 
     /// Decodes a plain-float tensor.
@@ -184,7 +208,7 @@ impl Gguf {
         if array.kind != kind {
             return Err(blame.invalid(format!("key {key:?}"), format!("an array of {:?}", array.kind), expected));
         }
-        let mut reader = Reader { blame, bytes: &self.map[..array.end], at: array.start };
+        let mut reader = Reader { blame, bytes: &self.file[..array.end], at: array.start };
         // Each element takes at least `min_bytes` of the file (checked at open), so the capacity is justified.
         let mut out = Vec::with_capacity(array.len);
         for i in 0..array.len {
@@ -194,7 +218,7 @@ impl Gguf {
     }
 }
 
-/// Walks a whole header. Also the fuzz target.
+/// Walks a whole header.
 fn parse(path: &Path, bytes: &[u8]) -> Result<(Meta, Vec<(String, Entry)>), CheckpointError> {
     let mut r = Reader { blame: Blame(path), bytes, at: 0 };
     r.magic_and_version()?;

@@ -206,6 +206,19 @@ impl Checkpoint {
         Ok(Self::assemble(path, list, Source::Gguf(gguf)))
     }
 
+    /// A GGUF file that is in memory; `name` is said in errors.
+    pub fn from_gguf_bytes(name: &str, bytes: Vec<u8>) -> Result<Self, CheckpointError> {
+        let path = Path::new(name);
+        let (gguf, list) = gguf::Gguf::from_bytes(path, bytes)?;
+        Ok(Self::assemble(path, list, Source::Gguf(gguf)))
+    }
+
+    /// Checks the header of a safetensors file that is in memory, for fuzzing: the tensors' names and formats.
+    pub fn check_safetensors_bytes(name: &str, bytes: &[u8]) -> Result<Vec<(String, TensorInfo)>, CheckpointError> {
+        let list = safetensors::check_bytes(Path::new(name), bytes)?;
+        Ok(list.into_iter().map(|(name, entry)| (name, entry.info)).collect())
+    }
+
     fn open_folder(path: &Path, mode: ReadMode) -> Result<Self, CheckpointError> {
         let config = HfConfig::load(&path.join("config.json"))?;
         let (shards, list) = safetensors::open_folder(path, mode)?;
@@ -292,3 +305,6 @@ pub(crate) fn read_json_object(path: &Path) -> Result<serde_json::Map<String, se
     let text = safetensors::read_small(path, MAX_BYTES)?;
     serde_json::from_slice(&text).map_err(|e| Blame(path).invalid("JSON", e.to_string(), "a JSON object"))
 }
+
+#[cfg(test)]
+mod tests;

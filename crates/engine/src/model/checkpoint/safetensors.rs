@@ -353,10 +353,12 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
     }
 }
 
-#[cfg(test)]
-pub(super) fn parse_for_tests(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>, CheckpointError> {
-    let rest = bytes.len().checked_sub(8).ok_or_else(|| Blame(path).invalid("file size", "short", "at least 8"))?;
-    let declared = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"));
-    let len = header_len(Blame(path), declared, rest as u64)?;
-    parse_header(path, &bytes[8..8 + len], bytes.len() as u64, 0)
+/// Checks a whole file that is in memory; `path` is only a name.
+pub(super) fn check_bytes(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>, CheckpointError> {
+    let blame = Blame(path);
+    let Some((prefix, rest)) = bytes.split_first_chunk() else {
+        return Err(blame.invalid("file size", format!("{} bytes", bytes.len()), "at least 8"));
+    };
+    let len = header_len(blame, u64::from_le_bytes(*prefix), rest.len() as u64)?;
+    parse_header(path, &rest[..len], bytes.len() as u64, 0)
 }

@@ -244,7 +244,7 @@ fn gguf_dense(g: &GgufConfig<'_>, pairing: RopePairing) -> Result<DecoderSpec, M
         return Err(f.unsupported("attention.value_length", format!("values must be as long as keys, {head_dim}")));
     }
     let rotary_dim = f.opt_count("rope.dimension_count", MAX_WIDTH)?.unwrap_or(head_dim);
-    if rotary_dim % 2 != 0 || rotary_dim > head_dim {
+    if !rotary_dim.is_multiple_of(2) || rotary_dim > head_dim {
         return Err(f.wrong("rope.dimension_count", format!("an even number up to {head_dim}")));
     }
     let embed = (g.tensor)("token_embd.weight").and_then(|t| t.shape.first().copied());
@@ -318,7 +318,7 @@ impl Dense {
             let key = KeyName { hf: "num_key_value_heads", gguf: "attention.head_count_kv" };
             return Err((key, format!("a divisor of the {} attention heads", self.heads)));
         }
-        if self.head_dim % 2 != 0 {
+        if !self.head_dim.is_multiple_of(2) {
             return Err((KeyName { hf: "head_dim", gguf: "attention.key_length" }, "an even number".to_owned()));
         }
         if !self.rope.scale.is_finite() || self.rope.inv_freq.iter().any(|f| !f.is_finite() || *f <= 0.0) {

@@ -12,7 +12,7 @@ use std::{
 use half::{bf16, f16};
 use kwire_kernels::{DType, FileMap};
 
-use super::{Blame, CheckpointError, Entry, TensorInfo};
+use super::{Blame, CheckpointError, Entry, TensorInfo, Tensors};
 
 const DEFAULT_ALIGNMENT: u64 = 32;
 const MAX_ALIGNMENT: u64 = 1 << 20;
@@ -139,17 +139,23 @@ impl Deref for Bytes {
 }
 
 impl Gguf {
-    pub(super) fn open(path: &Path) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
+    pub(super) fn open(path: &Path) -> Result<(Self, Tensors), CheckpointError> {
         let map = FileMap::open(path).map_err(|e| Blame(path).io(e))?;
         let (meta, tensors) = parse(path, &map)?;
-        map.advise_willneed();
         Ok((Self { path: path.to_owned(), file: Bytes::Map(map), meta }, tensors))
     }
 
     /// A file that is in memory already; `path` is only a name.
-    pub(super) fn from_bytes(path: &Path, bytes: Vec<u8>) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
+    pub(super) fn from_bytes(path: &Path, bytes: Vec<u8>) -> Result<(Self, Tensors), CheckpointError> {
         let (meta, tensors) = parse(path, &bytes)?;
         Ok((Self { path: path.to_owned(), file: Bytes::Memory(bytes), meta }, tensors))
+    }
+
+    /// Asks the system to read the file ahead; may block while the requests are queued.
+    pub(super) fn prefetch(&self) {
+        if let Bytes::Map(map) = &self.file {
+            map.advise_willneed();
+        }
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -180,7 +186,7 @@ impl Gguf {
         self.elements(key, array, Kind::Str, "an array of strings", |r, i| {
             let bytes = r.string_bytes(key)?;
             let text = std::str::from_utf8(bytes)
-                .map_err(|_| r.blame.invalid(format!("key {key:?}[{i}]"), format!("{bytes:?}"), "UTF-8"))?;
+                .map_err(|_| r.blame.invalid(format!("key {key:?}[{i}]"), String::from_utf8_lossy(bytes), "UTF-8"))?;
             Ok(text.to_owned())
         })
     }
@@ -219,7 +225,7 @@ impl Gguf {
 }
 
 /// Walks a whole header.
-fn parse(path: &Path, bytes: &[u8]) -> Result<(Meta, Vec<(String, Entry)>), CheckpointError> {
+fn parse(path: &Path, bytes: &[u8]) -> Result<(Meta, Tensors), CheckpointError> {
     let mut r = Reader { blame: Blame(path), bytes, at: 0 };
     r.magic_and_version()?;
     let n_tensors = r.count("tensor count", 8 + 4 + 8 + 4 + 8)?;

@@ -149,6 +149,9 @@ struct Entry {
     offset: usize,
 }
 
+/// The tensors of a file, in file order.
+type Tensors = Vec<(String, Entry)>;
+
 /// How safetensors files are read.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ReadMode {
@@ -225,7 +228,7 @@ impl Checkpoint {
         Ok(Self::assemble(path, list, Source::Hf { config, shards }))
     }
 
-    fn assemble(path: &Path, list: Vec<(String, Entry)>, source: Source) -> Self {
+    fn assemble(path: &Path, list: Tensors, source: Source) -> Self {
         let order = list.iter().map(|(name, _)| name.clone()).collect();
         Self { path: path.to_owned(), tensors: list.into_iter().collect(), order, source }
     }
@@ -254,6 +257,15 @@ impl Checkpoint {
         match &self.source {
             Source::Gguf(gguf) => Ok(Cow::Borrowed(gguf.bytes(entry.offset, entry.info.bytes))),
             Source::Hf { shards, .. } => shards[entry.file].read(entry.offset, entry.info.bytes),
+        }
+    }
+
+    /// Asks the system to read mapped files ahead, before a load that reads all of them. Only a hint; may block for a while
+    /// on a slow disk, so a loader calls it on a thread of its own or not at all.
+    pub fn prefetch(&self) {
+        match &self.source {
+            Source::Gguf(gguf) => gguf.prefetch(),
+            Source::Hf { shards, .. } => shards.iter().for_each(safetensors::Shard::prefetch),
         }
     }
 

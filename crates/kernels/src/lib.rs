@@ -11,8 +11,10 @@
 
 pub mod backend;
 pub mod cpu;
+pub mod dequantize;
 pub mod dtype;
 pub mod file_map;
+pub mod linear;
 
 pub use backend::{
     Activation, AttentionOp, Backend, BlockCopy, KernelError, KvDtype, KvLayout, Rope, RopePairing, RowSpan,

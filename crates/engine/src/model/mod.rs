@@ -2,6 +2,8 @@
 
 pub mod checkpoint;
 pub mod config;
+pub mod decoder;
 pub mod families;
 pub mod rope;
 pub mod spec;
+pub mod weights;

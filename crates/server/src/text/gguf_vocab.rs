@@ -159,7 +159,8 @@ fn split(number: &str) -> PreTokenizers {
 
 /// SentencePiece BPE as transformers runs it: byte fallback, merges rebuilt from the scores.
 fn sentencepiece(vocab: &GgufVocab, ids: &HashMap<&str, u32>) -> Result<Tokenizer, VocabError> {
-    let unk = vocab.unk.and_then(|id| vocab.tokens.get(id as usize));
+    let by_type = || vocab.types.iter().position(|t| *t == TYPE_UNKNOWN);
+    let unk = vocab.unk.map(|id| id as usize).or_else(by_type).and_then(|id| vocab.tokens.get(id));
     let unk = unk.ok_or_else(|| invalid(vocab, "unknown_token_id", "missing", "the id of the unknown token"))?;
     let model = BPE::builder()
         .vocab_and_merges(owned(ids), merges_from_scores(vocab, ids)?)

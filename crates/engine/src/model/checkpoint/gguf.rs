@@ -5,6 +5,8 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    fs::File,
+    io::Read,
     ops::Deref,
     path::{Path, PathBuf},
 };
@@ -14,6 +16,7 @@ use kwire_kernels::{DType, FileMap};
 
 use super::{Blame, CheckpointError, Entry, TensorInfo, Tensors};
 
+const MAGIC: &[u8; 4] = b"GGUF";
 const DEFAULT_ALIGNMENT: u64 = 32;
 const MAX_ALIGNMENT: u64 = 1 << 20;
 /// ggml's `GGML_MAX_DIMS`.
@@ -224,6 +227,12 @@ impl Gguf {
     }
 }
 
+/// Whether a file begins as GGUF does; no if it cannot be read.
+pub(super) fn has_magic(path: &Path) -> bool {
+    let mut magic = [0; 4];
+    File::open(path).and_then(|mut f| f.read_exact(&mut magic)).is_ok() && &magic == MAGIC
+}
+
 /// Walks a whole header.
 fn parse(path: &Path, bytes: &[u8]) -> Result<(Meta, Tensors), CheckpointError> {
     let mut r = Reader { blame: Blame(path), bytes, at: 0 };
@@ -416,7 +425,7 @@ impl<'a> Reader<'a> {
 
     fn magic_and_version(&mut self) -> Result<(), CheckpointError> {
         let magic: [u8; 4] = self.take("magic")?;
-        if &magic != b"GGUF" {
+        if &magic != MAGIC {
             return Err(self.blame.invalid("magic", format!("{magic:?}"), "the bytes GGUF"));
         }
         let version = self.u32("version")?;

@@ -191,17 +191,16 @@ impl Checkpoint {
         if metadata.is_dir() {
             return Self::open_folder(path, mode);
         }
-        match path.extension().and_then(|e| e.to_str()) {
-            Some(e) if e.eq_ignore_ascii_case("gguf") => Self::open_gguf(path),
-            Some("safetensors") => Err(CheckpointError::NotFound {
-                path: path.to_owned(),
-                reason: "a .safetensors file alone has no config; open the folder that holds it and config.json".into(),
-            }),
-            _ => Err(CheckpointError::NotFound {
-                path: path.to_owned(),
-                reason: "expected a .gguf file or a folder with config.json and *.safetensors".into(),
-            }),
+        // By content, too: a blob of the Hugging Face cache has no extension.
+        let is = |extension: &str| path.extension().is_some_and(|e| e.eq_ignore_ascii_case(extension));
+        if is("gguf") || gguf::has_magic(path) {
+            return Self::open_gguf(path);
         }
+        let reason = match is("safetensors") {
+            true => "a .safetensors file alone has no config; open the folder that holds it and config.json",
+            false => "expected a .gguf file or a folder with config.json and *.safetensors",
+        };
+        Err(CheckpointError::NotFound { path: path.to_owned(), reason: reason.to_owned() })
     }
 
     fn open_gguf(path: &Path) -> Result<Self, CheckpointError> {

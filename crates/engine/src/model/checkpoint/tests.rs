@@ -381,6 +381,8 @@ fn folders_that_are_no_checkpoint() {
     scratch.write("model.txt", "");
     says(&error(&scratch.0.join("model.txt")), &["expected a .gguf file or a folder"]);
     says(&error(&scratch.0.join("a.safetensors")), &["open the folder"]);
+    fs::copy(fixtures().join("gguf/llama-q8_0.gguf"), scratch.0.join("blob")).unwrap();
+    assert_eq!(Checkpoint::open(&scratch.0.join("blob")).unwrap().majority_dtype(), Some(DType::Q8_0));
 }
 
 #[test]

@@ -107,7 +107,7 @@ impl Model {
         let cache = CacheConfig { block_len: 16, dtype: options.kv_dtype, bytes };
         let mut plan = MemoryPlan::new::<CpuBackend>(checkpoint, &spec, limits, cache).unwrap();
         plan.n_blocks.fill(cache_tokens / 16);
-        let backend = CpuBackend::new(options.n_workers, None);
+        let backend = CpuBackend::new(options.n_workers, None).unwrap();
         LocalExecutor::load(backend, checkpoint, (spec, names), &plan, limits, &mut |_| {})
     }
 

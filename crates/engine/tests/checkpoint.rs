@@ -1,8 +1,11 @@
 //! Checkpoints of the fixtures, opened and read.
 
-use std::path::{Path, PathBuf};
+use std::{
+    path::{Path, PathBuf},
+    time::Instant,
+};
 
-use kwire_engine::model::checkpoint::Checkpoint;
+use kwire_engine::model::checkpoint::{Checkpoint, ReadMode};
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
@@ -31,27 +34,35 @@ fn every_fixture_opens_and_describes_a_decoder() {
     }
 }
 
-/// `KWIRE_TEST_GGUF=/path/to/file.gguf cargo test -p kwire-engine --test checkpoint -- --ignored --nocapture`
+/// `KWIRE_TEST_MODEL=/path/to/file.gguf cargo test --release -p kwire-engine --test checkpoint -- --ignored --nocapture`
 #[test]
-#[ignore = "needs a real model file"]
-fn real_file_times() {
-    let path = PathBuf::from(std::env::var_os("KWIRE_TEST_GGUF").expect("KWIRE_TEST_GGUF names a file"));
-    for _ in 0..3 {
-        let start = std::time::Instant::now();
-        let checkpoint = Checkpoint::open(&path).unwrap();
-        let opened = start.elapsed();
+#[ignore = "needs a real model"]
+fn real_model_times() {
+    let path = PathBuf::from(std::env::var_os("KWIRE_TEST_MODEL").expect("KWIRE_TEST_MODEL names a file or folder"));
+    for mode in [ReadMode::Parallel, ReadMode::Mmap, ReadMode::Parallel, ReadMode::Mmap] {
+        let start = Instant::now();
+        let checkpoint = Checkpoint::open_with(&path, mode).unwrap();
+        let open = start.elapsed();
         let (spec, _) = checkpoint.family().unwrap();
-        let described = start.elapsed();
+        let family = start.elapsed() - open;
         let text = checkpoint.text().unwrap();
-        let texted = start.elapsed();
-        let sum: u64 =
-            checkpoint.names().map(|n| checkpoint.read(n).unwrap().iter().map(|b| u64::from(*b)).sum::<u64>()).sum();
+        let text_read = start.elapsed() - open - family;
+        let start = Instant::now();
+        let mut sum = 0u64;
+        for name in checkpoint.names() {
+            // One byte of each page, so that mapped pages are really there.
+            sum += checkpoint.read(name).unwrap().iter().step_by(4096).map(|b| u64::from(*b)).sum::<u64>();
+        }
+        let megabytes = checkpoint.total_bytes() / 1_000_000;
         println!(
-            "open {opened:?}, +family {described:?}, +text {texted:?}, +touch {:?} ({} MB, {sum}) {:?}",
-            start.elapsed(),
-            checkpoint.total_bytes() / 1_000_000,
-            checkpoint.majority_dtype(),
+            "{mode:?}: open {open:?}, family {family:?}, text {text_read:?}, {megabytes} MB in {:?}",
+            start.elapsed()
         );
-        println!("{:?} {} layers, eos {:?}", spec.ropes[0].inv_freq, spec.layers.len(), text.eos_token_ids);
+        println!(
+            "{} layers, {:?}, eos {:?}, {sum}",
+            spec.layers.len(),
+            checkpoint.majority_dtype(),
+            text.eos_token_ids
+        );
     }
 }

@@ -1,1 +1,3 @@
-//! Placeholder.
+//! An OpenAI-compatible server in front of one engine.
+
+pub mod text;

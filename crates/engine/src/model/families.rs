@@ -244,7 +244,7 @@ fn gguf_dense(g: &GgufConfig<'_>, pairing: RopePairing) -> Result<DecoderSpec, M
         return Err(f.unsupported("attention.value_length", format!("values must be as long as keys, {head_dim}")));
     }
     let rotary_dim = f.opt_count("rope.dimension_count", MAX_WIDTH)?.unwrap_or(head_dim);
-    if rotary_dim % 2 != 0 || rotary_dim > head_dim {
+    if !rotary_dim.is_multiple_of(2) || rotary_dim > head_dim {
         return Err(f.wrong("rope.dimension_count", format!("an even number up to {head_dim}")));
     }
     let embed = (g.tensor)("token_embd.weight").and_then(|t| t.shape.first().copied());
@@ -306,20 +306,24 @@ struct Dense {
     rope: Rope,
 }
 
-/// A size under the names of both formats.
-struct SizeKey {
+/// A key under the names of both formats.
+struct KeyName {
     hf: &'static str,
     gguf: &'static str,
 }
 
 impl Dense {
-    fn spec(self) -> Result<DecoderSpec, (SizeKey, String)> {
-        if self.heads % self.kv_heads != 0 {
-            let key = SizeKey { hf: "num_key_value_heads", gguf: "attention.head_count_kv" };
+    fn spec(self) -> Result<DecoderSpec, (KeyName, String)> {
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            let key = KeyName { hf: "num_key_value_heads", gguf: "attention.head_count_kv" };
             return Err((key, format!("a divisor of the {} attention heads", self.heads)));
         }
-        if self.head_dim % 2 != 0 {
-            return Err((SizeKey { hf: "head_dim", gguf: "attention.key_length" }, "an even number".to_owned()));
+        if !self.head_dim.is_multiple_of(2) {
+            return Err((KeyName { hf: "head_dim", gguf: "attention.key_length" }, "an even number".to_owned()));
+        }
+        if !self.rope.scale.is_finite() || self.rope.inv_freq.iter().any(|f| !f.is_finite() || *f <= 0.0) {
+            let key = KeyName { hf: "rope_theta", gguf: "rope.freq_base" };
+            return Err((key, "a base and a scaling that give finite frequencies above 0".to_owned()));
         }
         let attention = AttentionSpec {
             op: AttentionOp {
@@ -396,25 +400,33 @@ const GGUF_NAMES: WeightNames = WeightNames {
 /// Keys of `config.json` that never change a forward pass: training, generation, bookkeeping.
 const HARMLESS: &[&str] = &[
     "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_implementation",
     "auto_map",
     "bad_words_ids",
     "begin_suppress_tokens",
     "bos_token_id",
     "cache_implementation",
     "chunk_size_feed_forward",
+    "classifier_dropout",
+    "decoder_start_token_id",
     "diversity_penalty",
     "do_sample",
     "dtype",
     "early_stopping",
+    "embd_pdrop",
     "encoder_no_repeat_ngram_size",
     "eos_token_id",
     "exponential_decay_length_penalty",
     "finetuning_task",
     "forced_bos_token_id",
     "forced_eos_token_id",
+    "gradient_checkpointing",
     "hidden_dropout",
+    "hidden_dropout_prob",
     "id2label",
     "initializer_range",
+    "is_decoder",
     "is_llama_config",
     "label2id",
     "length_penalty",
@@ -422,6 +434,7 @@ const HARMLESS: &[&str] = &[
     "max_new_tokens",
     "max_sequence_length",
     "min_length",
+    "model_max_length",
     "model_type",
     "no_repeat_ngram_size",
     "num_beam_groups",
@@ -440,6 +453,7 @@ const HARMLESS: &[&str] = &[
     "return_dict",
     "return_dict_in_generate",
     "sep_token_id",
+    "seq_length",
     "suppress_tokens",
     "task_specific_params",
     "temperature",
@@ -457,6 +471,8 @@ const HARMLESS: &[&str] = &[
     "unsloth_version",
     "use_bfloat16",
     "use_cache",
+    "use_flash_attention",
+    "use_flash_attn",
 ];
 
 /// Keys of a GGUF file, without `<arch>.`, that never change a forward pass.
@@ -467,3 +483,6 @@ const GGUF_HARMLESS: &[&str] = &[
     "tensor_data_layout",
     "vocab_size",
 ];
+
+#[cfg(test)]
+mod tests;

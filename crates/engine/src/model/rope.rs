@@ -134,7 +134,10 @@ pub(crate) fn from_hf(c: &Fields) -> Result<(f64, Scaling), ModelError> {
         "yarn" => yarn_from_hf(&r, c)?,
         _ => return Err(r.unsupported(key, "default, linear, llama3 and yarn are; null runs the original context")),
     };
-    r.finish(&[])?;
+    if r.opt_positive("partial_rotary_factor")?.is_some_and(|part| part != 1.0) {
+        return Err(r.unsupported("partial_rotary_factor", "heads rotate whole in these families"));
+    }
+    r.finish(&["finetuned"])?;
     Ok((theta, scaling))
 }
 

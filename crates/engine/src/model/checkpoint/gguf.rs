@@ -5,14 +5,18 @@
 
 use std::{
     collections::{HashMap, HashSet},
+    fs::File,
+    io::Read,
+    ops::Deref,
     path::{Path, PathBuf},
 };
 
 use half::{bf16, f16};
 use kwire_kernels::{DType, FileMap};
 
-use super::{Blame, CheckpointError, Entry, TensorInfo};
+use super::{Blame, CheckpointError, Entry, TensorInfo, Tensors};
 
+const MAGIC: &[u8; 4] = b"GGUF";
 const DEFAULT_ALIGNMENT: u64 = 32;
 const MAX_ALIGNMENT: u64 = 1 << 20;
 /// ggml's `GGML_MAX_DIMS`.
@@ -116,16 +120,45 @@ impl Kind {
 #[derive(Debug)]
 pub(super) struct Gguf {
     path: PathBuf,
-    map: FileMap,
+    file: Bytes,
     meta: Meta,
 }
 
+#[derive(Debug)]
+enum Bytes {
+    Map(FileMap),
+    Memory(Vec<u8>),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Self::Map(map) => map,
+            Self::Memory(bytes) => bytes,
+        }
+    }
+}
+
 impl Gguf {
-    pub(super) fn open(path: &Path) -> Result<(Self, Vec<(String, Entry)>), CheckpointError> {
+    pub(super) fn open(path: &Path) -> Result<(Self, Tensors), CheckpointError> {
         let map = FileMap::open(path).map_err(|e| Blame(path).io(e))?;
         let (meta, tensors) = parse(path, &map)?;
-        map.advise_willneed();
-        Ok((Self { path: path.to_owned(), map, meta }, tensors))
+        Ok((Self { path: path.to_owned(), file: Bytes::Map(map), meta }, tensors))
+    }
+
+    /// A file that is in memory already; `path` is only a name.
+    pub(super) fn from_bytes(path: &Path, bytes: Vec<u8>) -> Result<(Self, Tensors), CheckpointError> {
+        let (meta, tensors) = parse(path, &bytes)?;
+        Ok((Self { path: path.to_owned(), file: Bytes::Memory(bytes), meta }, tensors))
+    }
+
+    /// Asks the system to read the file ahead; may block while the requests are queued.
+    pub(super) fn prefetch(&self) {
+        if let Bytes::Map(map) = &self.file {
+            map.advise_willneed();
+        }
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -137,7 +170,7 @@ impl Gguf {
     }
 
     pub(super) fn bytes(&self, offset: usize, len: usize) -> &[u8] {
-        &self.map[offset..offset + len]
+        &self.file[offset..offset + len]
     }
 
     /// Decodes a plain-float tensor.
@@ -156,7 +189,7 @@ impl Gguf {
         self.elements(key, array, Kind::Str, "an array of strings", |r, i| {
             let bytes = r.string_bytes(key)?;
             let text = std::str::from_utf8(bytes)
-                .map_err(|_| r.blame.invalid(format!("key {key:?}[{i}]"), format!("{bytes:?}"), "UTF-8"))?;
+                .map_err(|_| r.blame.invalid(format!("key {key:?}[{i}]"), String::from_utf8_lossy(bytes), "UTF-8"))?;
             Ok(text.to_owned())
         })
     }
@@ -184,7 +217,7 @@ impl Gguf {
         if array.kind != kind {
             return Err(blame.invalid(format!("key {key:?}"), format!("an array of {:?}", array.kind), expected));
         }
-        let mut reader = Reader { blame, bytes: &self.map[..array.end], at: array.start };
+        let mut reader = Reader { blame, bytes: &self.file[..array.end], at: array.start };
         // Each element takes at least `min_bytes` of the file (checked at open), so the capacity is justified.
         let mut out = Vec::with_capacity(array.len);
         for i in 0..array.len {
@@ -194,8 +227,14 @@ impl Gguf {
     }
 }
 
-/// Walks a whole header. Also the fuzz target.
-fn parse(path: &Path, bytes: &[u8]) -> Result<(Meta, Vec<(String, Entry)>), CheckpointError> {
+/// Whether a file begins as GGUF does; no if it cannot be read.
+pub(super) fn has_magic(path: &Path) -> bool {
+    let mut magic = [0; 4];
+    File::open(path).and_then(|mut f| f.read_exact(&mut magic)).is_ok() && &magic == MAGIC
+}
+
+/// Walks a whole header.
+fn parse(path: &Path, bytes: &[u8]) -> Result<(Meta, Tensors), CheckpointError> {
     let mut r = Reader { blame: Blame(path), bytes, at: 0 };
     r.magic_and_version()?;
     let n_tensors = r.count("tensor count", 8 + 4 + 8 + 4 + 8)?;
@@ -386,7 +425,7 @@ impl<'a> Reader<'a> {
 
     fn magic_and_version(&mut self) -> Result<(), CheckpointError> {
         let magic: [u8; 4] = self.take("magic")?;
-        if &magic != b"GGUF" {
+        if &magic != MAGIC {
             return Err(self.blame.invalid("magic", format!("{magic:?}"), "the bytes GGUF"));
         }
         let version = self.u32("version")?;

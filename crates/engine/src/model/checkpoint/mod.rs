@@ -149,6 +149,9 @@ struct Entry {
     offset: usize,
 }
 
+/// The tensors of a file, in file order.
+type Tensors = Vec<(String, Entry)>;
+
 /// How safetensors files are read.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ReadMode {
@@ -188,22 +191,34 @@ impl Checkpoint {
         if metadata.is_dir() {
             return Self::open_folder(path, mode);
         }
-        match path.extension().and_then(|e| e.to_str()) {
-            Some(e) if e.eq_ignore_ascii_case("gguf") => Self::open_gguf(path),
-            Some("safetensors") => Err(CheckpointError::NotFound {
-                path: path.to_owned(),
-                reason: "a .safetensors file alone has no config; open the folder that holds it and config.json".into(),
-            }),
-            _ => Err(CheckpointError::NotFound {
-                path: path.to_owned(),
-                reason: "expected a .gguf file or a folder with config.json and *.safetensors".into(),
-            }),
+        // By content, too: a blob of the Hugging Face cache has no extension.
+        let is = |extension: &str| path.extension().is_some_and(|e| e.eq_ignore_ascii_case(extension));
+        if is("gguf") || gguf::has_magic(path) {
+            return Self::open_gguf(path);
         }
+        let reason = match is("safetensors") {
+            true => "a .safetensors file alone has no config; open the folder that holds it and config.json",
+            false => "expected a .gguf file or a folder with config.json and *.safetensors",
+        };
+        Err(CheckpointError::NotFound { path: path.to_owned(), reason: reason.to_owned() })
     }
 
     fn open_gguf(path: &Path) -> Result<Self, CheckpointError> {
         let (gguf, list) = gguf::Gguf::open(path)?;
         Ok(Self::assemble(path, list, Source::Gguf(gguf)))
+    }
+
+    /// A GGUF file that is in memory; `name` is said in errors.
+    pub fn from_gguf_bytes(name: &str, bytes: Vec<u8>) -> Result<Self, CheckpointError> {
+        let path = Path::new(name);
+        let (gguf, list) = gguf::Gguf::from_bytes(path, bytes)?;
+        Ok(Self::assemble(path, list, Source::Gguf(gguf)))
+    }
+
+    /// Checks the header of a safetensors file that is in memory, for fuzzing: the tensors' names and formats.
+    pub fn check_safetensors_bytes(name: &str, bytes: &[u8]) -> Result<Vec<(String, TensorInfo)>, CheckpointError> {
+        let list = safetensors::check_bytes(Path::new(name), bytes)?;
+        Ok(list.into_iter().map(|(name, entry)| (name, entry.info)).collect())
     }
 
     fn open_folder(path: &Path, mode: ReadMode) -> Result<Self, CheckpointError> {
@@ -212,7 +227,7 @@ impl Checkpoint {
         Ok(Self::assemble(path, list, Source::Hf { config, shards }))
     }
 
-    fn assemble(path: &Path, list: Vec<(String, Entry)>, source: Source) -> Self {
+    fn assemble(path: &Path, list: Tensors, source: Source) -> Self {
         let order = list.iter().map(|(name, _)| name.clone()).collect();
         Self { path: path.to_owned(), tensors: list.into_iter().collect(), order, source }
     }
@@ -241,6 +256,15 @@ impl Checkpoint {
         match &self.source {
             Source::Gguf(gguf) => Ok(Cow::Borrowed(gguf.bytes(entry.offset, entry.info.bytes))),
             Source::Hf { shards, .. } => shards[entry.file].read(entry.offset, entry.info.bytes),
+        }
+    }
+
+    /// Asks the system to read mapped files ahead, before a load that reads all of them. Only a hint; may block for a while
+    /// on a slow disk, so a loader calls it on a thread of its own or not at all.
+    pub fn prefetch(&self) {
+        match &self.source {
+            Source::Gguf(gguf) => gguf.prefetch(),
+            Source::Hf { shards, .. } => shards.iter().for_each(safetensors::Shard::prefetch),
         }
     }
 
@@ -292,3 +316,6 @@ pub(crate) fn read_json_object(path: &Path) -> Result<serde_json::Map<String, se
     let text = safetensors::read_small(path, MAX_BYTES)?;
     serde_json::from_slice(&text).map_err(|e| Blame(path).invalid("JSON", e.to_string(), "a JSON object"))
 }
+
+#[cfg(test)]
+mod tests;

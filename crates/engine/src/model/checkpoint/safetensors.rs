@@ -18,7 +18,7 @@ use serde::{
     de::{Error, IgnoredAny, MapAccess, Visitor},
 };
 
-use super::{Blame, CheckpointError, Entry, ReadMode, TensorInfo};
+use super::{Blame, CheckpointError, Entry, ReadMode, TensorInfo, Tensors};
 
 /// The `safetensors` crate's limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -42,6 +42,13 @@ enum ShardBytes {
 }
 
 impl Shard {
+    /// Asks the system to read a mapped file ahead; reads of our own need no help.
+    pub(super) fn prefetch(&self) {
+        if let ShardBytes::Map(map) = &self.bytes {
+            map.advise_willneed();
+        }
+    }
+
     /// Bytes that the header vouches for; a failure means that the file changed or the disk failed.
     pub(super) fn read(&self, offset: usize, len: usize) -> Result<Cow<'_, [u8]>, CheckpointError> {
         match &self.bytes {
@@ -72,10 +79,7 @@ fn read_parallel(file: &File, offset: u64, out: &mut [u8]) -> std::io::Result<()
 }
 
 /// Opens the weights of a Hugging Face folder.
-pub(super) fn open_folder(
-    folder: &Path,
-    mode: ReadMode,
-) -> Result<(Vec<Shard>, Vec<(String, Entry)>), CheckpointError> {
+pub(super) fn open_folder(folder: &Path, mode: ReadMode) -> Result<(Vec<Shard>, Tensors), CheckpointError> {
     let index = folder.join(INDEX);
     if index.is_file() {
         return open_sharded(folder, &index, mode);
@@ -116,11 +120,7 @@ struct Index {
     weight_map: UniqueMap<String>,
 }
 
-fn open_sharded(
-    folder: &Path,
-    index_path: &Path,
-    mode: ReadMode,
-) -> Result<(Vec<Shard>, Vec<(String, Entry)>), CheckpointError> {
+fn open_sharded(folder: &Path, index_path: &Path, mode: ReadMode) -> Result<(Vec<Shard>, Tensors), CheckpointError> {
     let blame = Blame(index_path);
     let text = read_small(index_path, MAX_INDEX_BYTES)?;
     let index: Index = serde_json::from_slice(&text)
@@ -191,7 +191,7 @@ pub(super) fn read_small(path: &Path, max_bytes: u64) -> Result<Vec<u8>, Checkpo
 }
 
 /// Opens one file and checks its header.
-fn open_file(path: &Path, file: usize, mode: ReadMode) -> Result<(Shard, Vec<(String, Entry)>), CheckpointError> {
+fn open_file(path: &Path, file: usize, mode: ReadMode) -> Result<(Shard, Tensors), CheckpointError> {
     let blame = Blame(path);
     let handle = File::open(path).map_err(|e| blame.io(e))?;
     let file_len = handle.metadata().map_err(|e| blame.io(e))?.len();
@@ -233,12 +233,7 @@ struct RawTensor {
     data_offsets: (u64, u64),
 }
 
-fn parse_header(
-    path: &Path,
-    header: &[u8],
-    file_len: u64,
-    file: usize,
-) -> Result<Vec<(String, Entry)>, CheckpointError> {
+fn parse_header(path: &Path, header: &[u8], file_len: u64, file: usize) -> Result<Tensors, CheckpointError> {
     let blame = Blame(path);
     let raw: UniqueMap<RawTensor> = serde_json::from_slice(header)
         .map_err(|e| blame.invalid("header", e.to_string(), "a JSON object of tensors, each named once"))?;
@@ -353,10 +348,12 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for UniqueMap<T> {
     }
 }
 
-#[cfg(test)]
-pub(super) fn parse_for_tests(path: &Path, bytes: &[u8]) -> Result<Vec<(String, Entry)>, CheckpointError> {
-    let rest = bytes.len().checked_sub(8).ok_or_else(|| Blame(path).invalid("file size", "short", "at least 8"))?;
-    let declared = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"));
-    let len = header_len(Blame(path), declared, rest as u64)?;
-    parse_header(path, &bytes[8..8 + len], bytes.len() as u64, 0)
+/// Checks a whole file that is in memory; `path` is only a name.
+pub(super) fn check_bytes(path: &Path, bytes: &[u8]) -> Result<Tensors, CheckpointError> {
+    let blame = Blame(path);
+    let Some((prefix, rest)) = bytes.split_first_chunk() else {
+        return Err(blame.invalid("file size", format!("{} bytes", bytes.len()), "at least 8"));
+    };
+    let len = header_len(blame, u64::from_le_bytes(*prefix), rest.len() as u64)?;
+    parse_header(path, &rest[..len], bytes.len() as u64, 0)
 }

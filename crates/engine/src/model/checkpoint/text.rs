@@ -285,7 +285,8 @@ fn generation_defaults(path: &Path, g: &Object) -> Result<GenerationDefaults, Ch
     Ok(GenerationDefaults {
         temperature: number("temperature", 0.0, 100.0)?.map(|x| x as f32),
         top_p: number("top_p", 0.0, 1.0)?.map(|x| x as f32),
-        top_k: number("top_k", 0.0, most_count)?.map(|x| x as u32),
+        // -1 also means "all" to vLLM; the cast takes it to 0.
+        top_k: number("top_k", -1.0, most_count)?.map(|x| x as u32),
         min_p: number("min_p", 0.0, 1.0)?.map(|x| x as f32),
         repetition_penalty: number("repetition_penalty", 0.0, 100.0)?.map(|x| x as f32),
         max_new_tokens: number("max_new_tokens", 1.0, most_count)?.map(|x| x as u32),

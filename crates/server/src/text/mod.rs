@@ -1,0 +1,3 @@
+//! Text work: everything between prompt text and token ids.
+
+pub mod gguf_vocab;

@@ -23,7 +23,10 @@ fn main() -> ExitCode {
     let argv: Vec<String> = std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect();
     let parsed = match cli::parse(&argv) {
         Ok(parsed) => parsed,
-        Err(e) => {
+        Err((faults, e)) => {
+            if e.use_stderr() {
+                faults.iter().for_each(|fault| eprintln!("error: {fault}"));
+            }
             _ = e.print();
             return ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(USAGE));
         }
@@ -39,7 +42,7 @@ fn main() -> ExitCode {
 
 fn dispatch(Parsed { command, notices, faults }: Parsed) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Serve(args) => return serve_command(&args, notices, faults),
+        Command::Serve(args) => return serve_command(&args, &notices, faults),
         Command::Run(args) => block_on(chat::run(args))?,
         Command::Pull(args) => block_on(models::commands::pull(&args))?,
         Command::List => models::commands::list()?,
@@ -53,7 +56,7 @@ fn dispatch(Parsed { command, notices, faults }: Parsed) -> anyhow::Result<ExitC
 
 fn serve_command(
     args: &cli::serve_args::ServeArgs,
-    notices: Vec<String>,
+    notices: &[String],
     mut faults: Vec<String>,
 ) -> anyhow::Result<ExitCode> {
     let resolved = config::resolve(args, &ProcessEnv);

@@ -125,8 +125,9 @@ pub struct Parsed {
     pub faults: Vec<String>,
 }
 
-/// Parses the process's arguments. `--help`, `--version` and what clap can't read come back as its error.
-pub fn parse(argv: &[String]) -> Result<Parsed, clap::Error> {
+/// Parses the process's arguments. `--help`, `--version` and what clap can't read come back as its error, with the
+/// faults that were found before.
+pub fn parse(argv: &[String]) -> Result<Parsed, (Vec<String>, clap::Error)> {
     let (mut notices, mut faults) = (Vec::new(), Vec::new());
     let mut words = argv.to_vec();
     if argv.get(1).is_some_and(|w| w == "serve") {
@@ -135,8 +136,10 @@ pub fn parse(argv: &[String]) -> Result<Parsed, clap::Error> {
         words.extend(spelled.rest);
         (notices, faults) = (spelled.notices, spelled.faults);
     }
-    let command = Cli::try_parse_from(words)?.command;
-    Ok(Parsed { command, notices, faults })
+    match Cli::try_parse_from(words) {
+        Ok(Cli { command }) => Ok(Parsed { command, notices, faults }),
+        Err(e) => Err((faults, e)),
+    }
 }
 
 /// The clap definition of `kwire serve`.

@@ -57,7 +57,13 @@ pub fn spell(command: &Command, args: &[String]) -> Spelled {
             }
             judge(flag, &name, &values, &mut out);
         } else {
-            out.faults.push(unknown(&name, known.keys().map(String::as_str)));
+            let near = nearest(&name, known.keys().map(String::as_str).chain(compat::FLAGS.iter().map(|f| f.name)));
+            out.faults.push(unknown(&name, near));
+            // Its value, if it was meant to have one, is no second fault.
+            let meant = near.and_then(|n| known.get(n).copied().or_else(|| compat::find(n).map(|f| f.takes)));
+            if value.is_none() && meant.is_some_and(|t| t != Takes::Nothing) {
+                words.next_if(|w| split_flag(w).is_none());
+            }
         }
     }
     out
@@ -111,15 +117,15 @@ fn judge(flag: &Flag, name: &str, values: &[String], out: &mut Spelled) {
     }
 }
 
-fn unknown<'a>(name: &str, known: impl Iterator<Item = &'a str>) -> String {
-    match nearest(name, known.chain(compat::FLAGS.iter().map(|f| f.name))) {
+fn unknown(name: &str, near: Option<&str>) -> String {
+    match near {
         Some(near) => format!("--{name} is not a flag of kwire serve; did you mean --{near}?"),
         None => format!("--{name} is not a flag of kwire serve; `kwire serve --help` lists them"),
     }
 }
 
 /// The candidate that looks most like `name`, if any is near.
-pub fn nearest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+fn nearest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let scored = candidates.map(|c| (strsim::jaro_winkler(name, c), c)).filter(|(score, _)| *score > 0.85);
     scored.max_by(|a, b| a.0.total_cmp(&b.0).then(b.1.cmp(a.1))).map(|(_, c)| c)
 }

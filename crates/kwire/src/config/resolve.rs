@@ -178,7 +178,7 @@ fn engine(args: &ServeArgs, env: &impl Lookup, faults: &mut Faults) -> EngineSet
         faults.word("kv-cache-dtype", &args.kv_cache_dtype, KvDtype::WORDS)
     };
     let block_size = faults.count("block-size", &args.block_size, 16);
-    if block_size % 16 != 0 {
+    if !block_size.is_multiple_of(16) {
         faults.add("block-size", format!("{block_size} is not a multiple of 16"));
     }
     let max_num_seqs = faults.count("max-num-seqs", &args.max_num_seqs, 1);

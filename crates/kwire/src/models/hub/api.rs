@@ -125,10 +125,13 @@ impl Api {
         })
     }
 
+    /// Adds the token. reqwest drops it where a redirect leads to another host.
+    fn authorized(&self, request: RequestBuilder) -> RequestBuilder {
+        self.token.iter().fold(request, RequestBuilder::bearer_auth)
+    }
+
     fn get(&self, url: &str) -> RequestBuilder {
-        let request = self.client.get(url);
-        // reqwest drops the header when a redirect leads to another host.
-        self.token.iter().fold(request, |r, token| r.bearer_auth(token))
+        self.authorized(self.client.get(url))
     }
 
     /// What `repo` holds at `revision`.
@@ -168,8 +171,8 @@ impl Api {
 
     /// The name of a file's content, for endpoints that leave it out of [`Self::info`].
     pub async fn etag(&self, repo: &str, commit: &str, name: &str) -> Result<String> {
-        let response = self.client.head(self.file_url(repo, commit, name));
-        let response = self.token.iter().fold(response, |r, t| r.bearer_auth(t)).send().await?.error_for_status()?;
+        let request = self.client.head(self.file_url(repo, commit, name));
+        let response = self.authorized(request).send().await?.error_for_status()?;
         let header = |name: &str| response.headers().get(name)?.to_str().ok().map(str::to_owned);
         let etag = header("x-linked-etag").or_else(|| header("etag")).unwrap_or_default();
         Ok(etag.trim_start_matches("W/").trim_matches('"').to_owned())

@@ -50,7 +50,7 @@ impl Hub {
         let repo = Repo::new(&self.cache, &model.repo);
         let cached = repo.find(&model.revision, model.select.as_deref());
         let Some(api) = &self.api else {
-            return cached.with_context(|| format!("HF_HUB_OFFLINE is set, and {model} is not in the cache: {}", NEXT));
+            return cached.with_context(|| format!("HF_HUB_OFFLINE is set, and {model} is not in the cache: {NEXT}"));
         };
         if let (true, Ok(path)) = (cache::is_commit(&model.revision), &cached) {
             return Ok(path.clone());

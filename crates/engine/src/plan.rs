@@ -61,7 +61,7 @@ impl MemoryPlan {
         let cache_bytes = groups.iter().zip(&n_blocks).map(|(g, &n)| g.layout.block_bytes() * n).sum();
         Ok(Self {
             weight_bytes: weight_bytes::<B>(checkpoint),
-            activation_bytes: Decoder::<B>::activation_bytes(spec, step, scheduler.max_logits()),
+            activation_bytes: Decoder::<B>::activation_bytes(spec, scheduler),
             cache_bytes,
             cache_tokens: tokens.min().unwrap_or(full_sequences * scheduler.max_model_len),
             groups,

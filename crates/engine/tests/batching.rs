@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use common::{Model, Options, fixture, smollm2};
 use kwire_engine::executor::local::LocalExecutor;
+use kwire_engine::model::checkpoint::Checkpoint;
 use kwire_engine::{
     Command, Engine, Event, Request, RequestId, SampleParams, SchedulerConfig, SchedulingPolicy, StopParams,
 };
@@ -53,10 +54,12 @@ fn config() -> SchedulerConfig {
     }
 }
 
-fn engine(config: SchedulerConfig, n_blocks: usize) -> Engine<LocalExecutor<CpuBackend>> {
+fn engine(config: SchedulerConfig, cache_tokens: usize) -> Engine<LocalExecutor<CpuBackend>> {
     let max_step = config.max_num_batched_tokens;
     let options = Options { kv_dtype: KvDtype::F16, max_len: config.max_model_len, max_step, n_workers: 2 };
-    let executor = Model::executor(&smollm2(), options, config.max_num_seqs, config.max_logits(), n_blocks);
+    let checkpoint = Checkpoint::open(&smollm2()).unwrap();
+    let (spec, names) = checkpoint.family().unwrap();
+    let executor = Model::executor(&checkpoint, spec, &names, options, &config, cache_tokens).unwrap();
     Engine::new(config, executor).unwrap()
 }
 
@@ -89,24 +92,25 @@ fn a_batch_changes_no_token() {
     let text: Vec<u32> = golden["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect();
     let requests = || (0..N_REQUESTS).map(|i| request(i, &text));
 
-    let mut alone = engine(config(), 1000);
+    let mut alone = engine(config(), 16_000);
     let expected: BTreeMap<_, _> = requests().flat_map(|r| run(&mut alone, std::iter::once(r)).0).collect();
     assert_eq!(expected.len(), N_REQUESTS);
     assert!(expected.values().all(|tokens| tokens.len() == OUTPUT_LEN));
 
-    let side_by_side = run(&mut engine(config(), 1000), requests());
+    let side_by_side = run(&mut engine(config(), 16_000), requests());
     assert!(side_by_side.0 == expected, "side by side");
 
     let small_chunks = SchedulerConfig { max_num_batched_tokens: 37, ..config() };
-    assert!(run(&mut engine(small_chunks, 1000), requests()).0 == expected, "in chunks of at most 37 tokens");
+    assert!(run(&mut engine(small_chunks, 16_000), requests()).0 == expected, "in chunks of at most 37 tokens");
 
-    let mut caching = engine(SchedulerConfig { prefix_caching: true, ..config() }, 1000);
+    let mut caching = engine(SchedulerConfig { prefix_caching: true, ..config() }, 16_000);
     assert!(run(&mut caching, requests()).0 == expected, "with prefix caching");
     assert!(run(&mut caching, requests()).0 == expected, "with prefix caching, on a warm cache");
     assert!(caching.inspection().stats.prefix_hits > 1000, "the second run hits");
 
     for prefix_caching in [false, true] {
-        let (outputs, n_preemptions) = run(&mut engine(SchedulerConfig { prefix_caching, ..config() }, 40), requests());
+        let (outputs, n_preemptions) =
+            run(&mut engine(SchedulerConfig { prefix_caching, ..config() }, 640), requests());
         assert!(outputs == expected, "with preemption, prefix caching {prefix_caching}");
         println!("{n_preemptions} preemptions with prefix caching {prefix_caching}");
         assert!(n_preemptions > 0, "a cache of 640 tokens preempts");

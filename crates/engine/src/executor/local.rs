@@ -7,7 +7,12 @@ use kwire_kernels::{Backend, KernelError, RowSpan, SampleParams, SampleRequest, 
 
 use super::{Executor, ExecutorInfo};
 use crate::batch::{Batch, Masks, RowTokens, Sample, SampleKind, StepId, StepOutput};
+use crate::config::SchedulerConfig;
+use crate::model::checkpoint::Checkpoint;
 use crate::model::decoder::Decoder;
+use crate::model::spec::{DecoderSpec, WeightNames};
+use crate::model::weights::{self, LoadError, Progress};
+use crate::plan::MemoryPlan;
 
 /// A decoder on a backend, with the cache and the state of running sequences.
 pub struct LocalExecutor<B: Backend> {
@@ -32,9 +37,20 @@ struct SlotState {
 }
 
 impl<B: Backend> LocalExecutor<B> {
-    /// An executor of `n_slots` slots; reserves the cache that `info` describes.
-    pub fn new(info: ExecutorInfo, n_slots: usize, mut backend: B, decoder: Decoder<B>) -> Result<Self, KernelError> {
-        assert_eq!(info.depth, 0, "the next input is known to the host before it is queued");
+    /// Loads the weights, and reserves the memory that `plan` says.
+    pub fn load(
+        mut backend: B,
+        checkpoint: &Checkpoint,
+        model: (DecoderSpec, &WeightNames),
+        plan: &MemoryPlan,
+        limits: &SchedulerConfig,
+        progress: Progress<'_>,
+    ) -> Result<Self, LoadError> {
+        let (spec, names) = model;
+        let groups = plan.groups.clone();
+        let info = ExecutorInfo { groups, n_blocks: plan.n_blocks.clone(), n_vocab: spec.n_vocab, depth: 0 };
+        let weights = weights::load(checkpoint, &spec, names, &mut backend, progress)?;
+        let decoder = Decoder::new(spec, weights, &info.groups, &mut backend, limits)?;
         let shapes = info.groups.iter().zip(&info.n_blocks);
         let caches = shapes.map(|(g, &n)| backend.kv_cache(g.layout, n)).collect::<Result<_, _>>()?;
         let slot = || SlotState {
@@ -43,7 +59,7 @@ impl<B: Backend> LocalExecutor<B> {
             output: Vec::new(),
             tables: vec![Vec::new(); info.groups.len()],
         };
-        let slots = (0..n_slots).map(|_| slot()).collect();
+        let slots = (0..limits.max_num_seqs).map(|_| slot()).collect();
         Ok(Self { info, backend, decoder, caches, slots, batch: Batch::default(), pending: VecDeque::new() })
     }
 

@@ -5,6 +5,7 @@ use kwire_kernels::{Backend, KernelError};
 use super::spec::DecoderSpec;
 use super::weights::Weights;
 use crate::cache::groups::KvGroup;
+use crate::config::SchedulerConfig;
 
 /// A decoder with its weights and the memory of its activations.
 pub struct Decoder<B: Backend> {
@@ -31,35 +32,28 @@ struct Activations<B: Backend> {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// A decoder for steps of at most `max_tokens` tokens and `max_logits` wanted logits, positions below `max_positions`.
+    /// A decoder for steps within `limits`.
     pub fn new(
         spec: DecoderSpec,
         weights: Weights<B>,
         groups: &[KvGroup],
         backend: &mut B,
-        max_tokens: usize,
-        max_logits: usize,
-        max_positions: usize,
+        limits: &SchedulerConfig,
     ) -> Result<Self, KernelError> {
-        let ropes = spec.ropes.iter().map(|r| backend.rope(r, max_positions)).collect::<Result<_, _>>()?;
+        let ropes = spec.ropes.iter().map(|r| backend.rope(r, limits.max_model_len)).collect::<Result<_, _>>()?;
         let place = |i: usize| {
             let find = |(g, group): (usize, &KvGroup)| Some((g, group.layers.iter().position(|&l| l == i)?));
             groups.iter().enumerate().find_map(find).expect("every layer is in a group")
         };
         let places = (0..spec.layers.len()).map(place).collect();
-        let activations = Activations::new(&spec, backend, max_tokens, max_logits)?;
+        let activations = Activations::new(&spec, backend, limits.max_num_batched_tokens, limits.max_logits())?;
         Ok(Self { spec, weights, ropes, places, activations })
     }
 
-    /// Bytes of activations for steps of this size, in f32.
-    pub fn activation_bytes(spec: &DecoderSpec, max_tokens: usize, max_logits: usize) -> usize {
+    /// Bytes of activations for steps within `limits`, in f32.
+    pub fn activation_bytes(spec: &DecoderSpec, limits: &SchedulerConfig) -> usize {
         let width = Activations::<B>::widths(spec).iter().sum::<usize>();
-        4 * (max_tokens * width + max_logits * (spec.hidden + spec.n_vocab))
-    }
-
-    /// Tokens in the vocabulary.
-    pub fn n_vocab(&self) -> usize {
-        self.spec.n_vocab
+        4 * (limits.max_num_batched_tokens * width + limits.max_logits() * (spec.hidden + spec.n_vocab))
     }
 
     /// Logits of the last forward's wanted positions.

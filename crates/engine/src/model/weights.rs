@@ -18,6 +18,8 @@ pub enum LoadError {
     Checkpoint(#[from] CheckpointError),
     #[error("tensor {name}: {source}")]
     Kernel { name: String, source: KernelError },
+    #[error(transparent)]
+    Memory(#[from] KernelError),
     #[error("the checkpoint has no tensor {name}, which its config calls for")]
     Missing { name: String },
     #[error("tensor {name} has the shape {found:?}, but the config calls for {expected:?}")]

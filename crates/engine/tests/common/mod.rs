@@ -7,16 +7,17 @@ use std::path::{Path, PathBuf};
 
 use kwire_engine::batch::{Batch, Row, RowTokens, TableUpdate};
 use kwire_engine::cache::groups::KvGroup;
+use kwire_engine::executor::Executor;
 use kwire_engine::executor::local::LocalExecutor;
-use kwire_engine::executor::{Executor, ExecutorInfo};
 use kwire_engine::model::checkpoint::Checkpoint;
-use kwire_engine::model::decoder::Decoder;
 use kwire_engine::model::spec::{DecoderSpec, WeightNames};
-use kwire_engine::model::weights;
+use kwire_engine::model::weights::LoadError;
+use kwire_engine::plan::{CacheConfig, MemoryPlan};
+use kwire_engine::{SchedulerConfig, SchedulingPolicy};
 use kwire_kernels::KvDtype;
 use kwire_kernels::cpu::CpuBackend;
 
-/// How a test runs a model.
+/// How a test runs a model. The engine's memory plan is made from it.
 #[derive(Debug, Clone, Copy)]
 pub struct Options {
     /// Element format of the cache.
@@ -92,17 +93,22 @@ impl Model {
         Self::load(&checkpoint, spec, &names, options).unwrap()
     }
 
-    /// An executor with `n_slots` slots and `n_blocks` cache blocks, for an engine of its own.
+    /// An executor within `limits`, with room for `cache_tokens`.
     pub fn executor(
-        path: &Path,
+        checkpoint: &Checkpoint,
+        spec: DecoderSpec,
+        names: &WeightNames,
         options: Options,
-        n_slots: usize,
-        max_logits: usize,
-        n_blocks: usize,
-    ) -> LocalExecutor<CpuBackend> {
-        let checkpoint = Checkpoint::open(path).unwrap();
-        let (spec, names) = checkpoint.family().unwrap();
-        Self::build(&checkpoint, spec, &names, options, (n_slots, max_logits, n_blocks)).unwrap()
+        limits: &SchedulerConfig,
+        cache_tokens: usize,
+    ) -> Result<LocalExecutor<CpuBackend>, LoadError> {
+        let groups = KvGroup::of(&spec, 16, options.kv_dtype);
+        let bytes = groups.iter().map(|g| g.layout.block_bytes()).sum::<usize>() * cache_tokens / 16;
+        let cache = CacheConfig { block_len: 16, dtype: options.kv_dtype, bytes };
+        let mut plan = MemoryPlan::new::<CpuBackend>(checkpoint, &spec, limits, cache).unwrap();
+        plan.n_blocks.fill(cache_tokens / 16);
+        let backend = CpuBackend::new(options.n_workers, None).unwrap();
+        LocalExecutor::load(backend, checkpoint, (spec, names), &plan, limits, &mut |_| {})
     }
 
     /// Loads with a spec that may not be the checkpoint's own.
@@ -111,27 +117,19 @@ impl Model {
         spec: DecoderSpec,
         names: &WeightNames,
         options: Options,
-    ) -> Result<Self, weights::LoadError> {
-        let n_blocks = options.max_len / 16;
-        let executor = Self::build(checkpoint, spec, names, options, (1, options.max_step, n_blocks))?;
-        Ok(Self { executor, n_blocks: u32::try_from(n_blocks).unwrap(), step: 0 })
-    }
-
-    fn build(
-        checkpoint: &Checkpoint,
-        spec: DecoderSpec,
-        names: &WeightNames,
-        options: Options,
-        (n_slots, max_logits, n_blocks): (usize, usize, usize),
-    ) -> Result<LocalExecutor<CpuBackend>, weights::LoadError> {
-        let Options { kv_dtype, max_len, max_step, n_workers } = options;
-        let mut backend = CpuBackend::new(n_workers, None);
-        let groups = KvGroup::of(&spec, 16, kv_dtype);
-        let loaded = weights::load(checkpoint, &spec, names, &mut backend, &mut |_| {})?;
-        let n_blocks = vec![n_blocks; groups.len()];
-        let info = ExecutorInfo { groups, n_blocks, n_vocab: spec.n_vocab, depth: 0 };
-        let decoder = Decoder::new(spec, loaded, &info.groups, &mut backend, max_step, max_logits, max_len).unwrap();
-        Ok(LocalExecutor::new(info, n_slots, backend, decoder).unwrap())
+    ) -> Result<Self, LoadError> {
+        let limits = SchedulerConfig {
+            // Logits of every token are wanted.
+            max_num_seqs: options.max_step,
+            max_num_batched_tokens: options.max_step,
+            max_model_len: options.max_len,
+            chunked_prefill: true,
+            long_prefill_token_threshold: 0,
+            prefix_caching: false,
+            policy: SchedulingPolicy::Fcfs,
+        };
+        let executor = Self::executor(checkpoint, spec, names, options, &limits, options.max_len)?;
+        Ok(Self { executor, n_blocks: u32::try_from(options.max_len / 16).unwrap(), step: 0 })
     }
 
     /// Logits of every token of a sequence, computed in chunks of at most `chunk` tokens.

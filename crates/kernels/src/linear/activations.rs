@@ -4,7 +4,6 @@
 //! so a row's integers and scales don't depend on its batch.
 
 use super::buffer::Buffer;
-use super::kernel::Kernels;
 use super::layout::BLOCK;
 
 /// Quantized rows, tile after tile; within a tile as [`super::kernel::QuantTile`] has it.
@@ -82,21 +81,32 @@ impl Activations {
     }
 }
 
-impl ActivationTileMut<'_> {
-    /// Quantizes row `r` of the tile's `rows`.
-    pub(super) fn quantize_row(&mut self, kernels: &Kernels, r: usize, rows: usize, x: &[f32]) {
-        for (b, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
-            let mut q = [0i8; BLOCK];
-            // SAFETY: `kernels` are of an available instruction set: `Scratch::new` checked it.
-            self.scale[b * rows + r] = unsafe { (kernels.quantize_block)(x, &mut q) };
-            for (g, group) in q.as_chunks::<4>().0.iter().enumerate() {
-                self.q[((b * BLOCK / 4 + g) * rows + r) * 4..][..4].copy_from_slice(group);
-            }
-            let sum = |q: &[i8]| q.iter().map(|&q| i32::from(q)).sum::<i32>();
-            let (low, high) = (sum(&q[..16]), sum(&q[16..]));
-            self.sum16[2 * b * rows + r] = low as f32;
-            self.sum16[(2 * b + 1) * rows + r] = high as f32;
-            self.sum32[b * rows + r] = (low + high) as f32;
+/// What is known of 32 columns beside their integers.
+pub(super) struct QuantizedBlock {
+    pub scale: f32,
+    /// Of the integers of the first and the last 16 columns.
+    pub sums: [i32; 2],
+}
+
+/// Quantizes row `r` of the tile's `rows`, block by block; inlined into each instruction set's function.
+#[inline(always)]
+pub(super) fn quantize_row(
+    x: &[f32],
+    to: &mut ActivationTileMut<'_>,
+    r: usize,
+    rows: usize,
+    quantize_block: impl Fn(&[f32; BLOCK], &mut [i8; BLOCK]) -> QuantizedBlock,
+) {
+    for (b, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
+        let mut q = [0i8; BLOCK];
+        let QuantizedBlock { scale, sums: [low, high] } = quantize_block(x, &mut q);
+        let groups = &mut to.q.as_chunks_mut::<4>().0[b * (BLOCK / 4) * rows + r..];
+        for (group, to) in q.as_chunks::<4>().0.iter().zip(groups.iter_mut().step_by(rows)) {
+            *to = *group;
         }
+        to.scale[b * rows + r] = scale;
+        to.sum16[2 * b * rows + r] = low as f32;
+        to.sum16[(2 * b + 1) * rows + r] = high as f32;
+        to.sum32[b * rows + r] = (low + high) as f32;
     }
 }

@@ -8,6 +8,7 @@
 // Loops over rows and halves index several register arrays at once.
 #![allow(clippy::needless_range_loop)]
 
+use super::activations::{self, ActivationTileMut, QuantizedBlock};
 use super::kernel::{self, FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, Source};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use crate::DType;
@@ -15,8 +16,7 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 /// Functions of this file: all need AVX2, FMA and F16C.
-pub(super) const KERNELS: Kernels =
-    Kernels { tile_rows: 4, quant, float, expand_scales, unpack_nibbles, quantize_block };
+pub(super) const KERNELS: Kernels = Kernels { tile_rows: 4, quant, float, expand_scales, unpack_nibbles, quantize_row };
 
 /// 16 outputs: two registers of eight.
 type Pair<T> = [T; 2];
@@ -43,9 +43,15 @@ fn unpack_nibbles(packed: &[u8], out: &mut [u8]) {
     kernel::unpack_nibbles(packed, out);
 }
 
-/// As [`super::portable::quantize_block`], bit for bit.
 #[target_feature(enable = "avx2,fma,f16c")]
-fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> f32 {
+fn quantize_row(x: &[f32], to: &mut ActivationTileMut<'_>, r: usize, rows: usize) {
+    activations::quantize_row(x, to, r, rows, |x, q| quantize_block(x, q));
+}
+
+/// As [`super::portable::quantize_block`], bit for bit.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> QuantizedBlock {
     // SAFETY: 4 × 8 floats, within the array.
     let v: [__m256; 4] = std::array::from_fn(|i| unsafe { _mm256_loadu_ps(x.as_ptr().add(8 * i)) });
     let sign = _mm256_set1_ps(-0.0);
@@ -61,9 +67,13 @@ fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> f32 {
     let bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), order);
     // SAFETY: 32 bytes, the whole array.
     unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), bytes) };
+    // The sums of 8 columns each, offset by 128 to be unsigned.
+    let sums8 = _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+    let sums16 = _mm256_add_epi64(sums8, _mm256_srli_si256::<8>(sums8));
+    let sums = [_mm256_extract_epi32::<0>(sums16) - 16 * 128, _mm256_extract_epi32::<4>(sums16) - 16 * 128];
     let nan = |a, b| _mm256_cmp_ps::<_CMP_UNORD_Q>(a, b);
     let any_nan = _mm256_movemask_ps(_mm256_or_ps(nan(v[0], v[1]), nan(v[2], v[3]))) != 0;
-    if any_nan { f32::NAN } else { max / 127.0 }
+    QuantizedBlock { scale: if any_nan { f32::NAN } else { max / 127.0 }, sums }
 }
 
 fn quant(source: Source, rows: usize) -> QuantKernel {
@@ -82,6 +92,8 @@ fn by_rows<Q: Quants>(rows: usize) -> QuantKernel {
         2 => quant_tile::<Q, 2>,
         3 => quant_tile::<Q, 3>,
         4 => quant_tile::<Q, 4>,
+        5 => quant_tile::<Q, 5>,
+        6 => quant_tile::<Q, 6>,
         _ => unreachable!("at most tile_rows"),
     }
 }
@@ -161,6 +173,7 @@ unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
     debug_assert_eq!(tile.rows, M);
     let n_subs = BLOCK / Q::SUB_LEN;
     for b in 0..tile.n_blocks {
+        tile.prefetch_share(b);
         for s in 0..n_subs {
             let sub = b * n_subs + s;
             // SAFETY: block and sub-block are within the tile's extents, which the caller vouches for.
@@ -221,20 +234,31 @@ unsafe fn sums<Q: Quants, const M: usize>(block: *const u8, s: usize, x: *const 
     let mut total = [[_mm256_setzero_si256(); 2]; M];
     for flush in 0..n_pairs / Q::PAIRS_IN_I16 {
         let mut words = [[_mm256_setzero_si256(); 2]; M];
-        for p in 0..Q::PAIRS_IN_I16 {
-            let pair = flush * Q::PAIRS_IN_I16 + p;
-            // SAFETY: a pair of this sub-block.
-            let w = unsafe { Q::load(block, s * n_pairs + pair) };
-            for (g, w) in w.iter().enumerate() {
-                for (r, words) in words.iter_mut().enumerate() {
-                    // SAFETY: a group of this sub-block and row.
-                    let x = unsafe { broadcast_group(x.add(((pair * 2 + g) * M + r) * 4)) };
-                    for h in 0..2 {
-                        words[h] = _mm256_add_epi16(words[h], _mm256_maddubs_epi16(w[h], x));
+        // A macro, repeated by hand: the compiler finds a loop too large to unroll and a closure too large to inline.
+        macro_rules! add_pair {
+            ($p:literal) => {
+                let pair = flush * Q::PAIRS_IN_I16 + $p;
+                // SAFETY: a pair of this sub-block.
+                let w = unsafe { Q::load(block, s * n_pairs + pair) };
+                for (g, w) in w.iter().enumerate() {
+                    for (r, words) in words.iter_mut().enumerate() {
+                        // SAFETY: a group of this sub-block and row.
+                        let x = unsafe { broadcast_group(x.add(((pair * 2 + g) * M + r) * 4)) };
+                        for h in 0..2 {
+                            words[h] = _mm256_add_epi16(words[h], _mm256_maddubs_epi16(w[h], x));
+                        }
+                        keep_order(words);
                     }
-                    keep_order(words);
                 }
-            }
+            };
+        }
+        add_pair!(0);
+        if Q::PAIRS_IN_I16 > 1 {
+            add_pair!(1);
+        }
+        if Q::PAIRS_IN_I16 > 2 {
+            add_pair!(2);
+            add_pair!(3);
         }
         for (total, words) in total.iter_mut().zip(words) {
             for h in 0..2 {
@@ -300,6 +324,8 @@ fn float_by_rows<F: Float>(rows: usize) -> FloatKernel {
         2 => float_tile::<F, 2>,
         3 => float_tile::<F, 3>,
         4 => float_tile::<F, 4>,
+        5 => float_tile::<F, 5>,
+        6 => float_tile::<F, 6>,
         _ => unreachable!("at most tile_rows"),
     }
 }

@@ -107,6 +107,7 @@ unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
     unsafe {
         let mut acc: [__m512; M] = std::array::from_fn(|r| _mm512_loadu_ps(tile.acc.add(r * PANEL)));
         for b in 0..tile.n_blocks {
+            tile.prefetch_share(b);
             for s in 0..n_subs {
                 let sub = b * n_subs + s;
                 let block = tile.quants.add(b * Q::BLOCK_BYTES);

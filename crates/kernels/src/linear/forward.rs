@@ -126,7 +126,8 @@ fn quantize(pool: &mut Pool, kernels: &Kernels, to: &mut Activations, rows: usiz
         let in_tile = tile_rows.min(rows - t * tile_rows);
         for r in 0..in_tile {
             let x = &x.data[(t * tile_rows + r) * x.stride..][..n_cols];
-            tile.quantize_row(kernels, r, in_tile, x);
+            // SAFETY: `Scratch::new` checked that the instruction set is available.
+            unsafe { (kernels.quantize_row)(x, &mut tile, r, in_tile) };
         }
     };
     if rows * n_cols < PARALLEL_QUANTIZE {
@@ -194,18 +195,29 @@ impl Linear<'_> {
         let part = self.w.parts.iter().rfind(|part| part.first_panel <= panel).expect("the first part begins at 0");
         let panel = panel - part.first_panel;
         let data = &self.w.data[part.offset + panel * part.panel_bytes..][..part.panel_bytes];
+        // The panel that this worker most likely takes next.
+        let next = &self.w.data[part.offset + (panel + 1).min(part.n_rows.div_ceil(PANEL) - 1) * part.panel_bytes..];
         worker.acc[..rows * PANEL].fill(0.0);
         match Format::of(part.dtype) {
-            Some(format) => self.quant_panel(worker, format, data, first_row, rows),
+            Some(format) => self.quant_panel(worker, format, data, next, first_row, rows),
             None => self.float_panel(worker, part, data, first_row, rows),
         }
         self.store(worker, part.first_row + panel * PANEL, PANEL.min(part.n_rows - panel * PANEL), first_row, rows);
     }
 
-    fn quant_panel(&self, worker: &mut Worker, format: Format, panel: &[u8], first_row: usize, rows: usize) {
+    fn quant_panel(
+        &self,
+        worker: &mut Worker,
+        format: Format,
+        panel: &[u8],
+        next: &[u8],
+        first_row: usize,
+        rows: usize,
+    ) {
         let (n_cols, tile_rows) = (self.w.n_cols(), self.kernels.tile_rows);
         let (kind, sub_len) = (format.kind, format.kind.sub_len());
         let (scales, quants) = panel.split_at(format.scale_bytes(n_cols));
+        let prefetch_bytes = panel.len() / (n_cols / BLOCK);
         let unpack = kind == Kind::U4 && rows > tile_rows;
         for start in (0..n_cols).step_by(RUN_COLS) {
             let cols = RUN_COLS.min(n_cols - start);
@@ -235,6 +247,8 @@ impl Linear<'_> {
                     x_scale: x.scale[start / BLOCK * in_tile..].as_ptr(),
                     x_sum: x_sum[start / sub_len * in_tile..].as_ptr(),
                     n_blocks: cols / BLOCK,
+                    prefetch: if row == 0 { next[start / BLOCK * prefetch_bytes..].as_ptr() } else { std::ptr::null() },
+                    prefetch_bytes,
                     acc: worker.acc[row * PANEL..(row + in_tile) * PANEL].as_mut_ptr(),
                 };
                 // SAFETY: the slices above hold `cols` columns from `start` on of all that the tile points to.
@@ -275,6 +289,7 @@ impl Linear<'_> {
                 std::slice::from_raw_parts_mut(self.out.data.add((first_row + r) * self.out.stride + column), n)
             };
             match bias {
+                None if n == PANEL => out.copy_from_slice(acc), // Of a known length: no call.
                 None => out.copy_from_slice(&acc[..n]),
                 Some(bias) => {
                     for ((out, acc), bias) in out.iter_mut().zip(acc).zip(bias) {

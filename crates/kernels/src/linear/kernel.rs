@@ -7,6 +7,7 @@
 //! `u = fma(d, I, m * S)`, `acc = fma(s, u, acc)` per block of 32 columns (two `u` and two steps where sub-blocks have 16),
 //! with `I` the exact integer sum of `q * x`, `S` that of `x`, and `s` the activation scale.
 
+use super::activations::ActivationTileMut;
 use super::layout::{Format, Kind, PANEL};
 use super::portable;
 use crate::DType;
@@ -27,8 +28,30 @@ pub(super) struct QuantTile {
     pub x_sum: *const f32,
     /// Blocks of 32 columns.
     pub n_blocks: usize,
+    /// Memory that will be wanted next: `prefetch_bytes` for each block, brought to the cache meanwhile. Never read, so any
+    /// address will do; null: none.
+    pub prefetch: *const u8,
+    pub prefetch_bytes: usize,
     /// `[row][16]`, read and written.
     pub acc: *mut f32,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl QuantTile {
+    /// Prefetches block `b`'s share. With few rows a panel is used as fast as memory delivers it, and the processor's own
+    /// prefetcher stops at each page.
+    #[inline(always)]
+    pub(super) fn prefetch_share(&self, b: usize) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        if !self.prefetch.is_null() {
+            for line in 0..self.prefetch_bytes.div_ceil(64) {
+                // SAFETY: a prefetch never faults.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_T0>(self.prefetch.wrapping_add(b * self.prefetch_bytes + line * 64).cast());
+                }
+            }
+        }
+    }
 }
 
 /// One float tile; row `r` of the activations begins at `x + r * x_stride`.
@@ -72,8 +95,8 @@ pub(super) struct Kernels {
     pub expand_scales: unsafe fn(Format, &[u8], &mut [f32], &mut [f32]),
     /// Each 64 bytes to 64 low, then 64 high nibbles.
     pub unpack_nibbles: unsafe fn(&[u8], &mut [u8]),
-    /// See [`super::activations`].
-    pub quantize_block: unsafe fn(&[f32; 32], &mut [i8; 32]) -> f32,
+    /// Row `r` of the rows (the last argument) of a tile; see [`super::activations`].
+    pub quantize_row: unsafe fn(&[f32], &mut ActivationTileMut<'_>, usize, usize),
 }
 
 impl Kernels {

@@ -3,6 +3,7 @@
 // Loops over rows and halves index several register arrays at once.
 #![allow(clippy::needless_range_loop)]
 
+use super::activations::{self, ActivationTileMut, QuantizedBlock};
 use super::kernel::{self, FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, Source};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use crate::DType;
@@ -11,7 +12,7 @@ use std::slice;
 
 /// Functions of this file; none needs any instruction set.
 pub(super) const KERNELS: Kernels =
-    Kernels { tile_rows: 4, quant, float, expand_scales, unpack_nibbles: kernel::unpack_nibbles, quantize_block };
+    Kernels { tile_rows: 4, quant, float, expand_scales, unpack_nibbles: kernel::unpack_nibbles, quantize_row };
 
 fn expand_scales(format: Format, scales: &[u8], d: &mut [f32], m: &mut [f32]) {
     kernel::expand_scales(format, scales, d, m, |halves| {
@@ -19,14 +20,20 @@ fn expand_scales(format: Format, scales: &[u8], d: &mut [f32], m: &mut [f32]) {
     });
 }
 
-/// Rounds `x / scale` to the nearest (even at a tie), with `scale = max|x| / 127`, and gives the scale: NaN if `x` has one.
-pub(super) fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> f32 {
+fn quantize_row(x: &[f32], to: &mut ActivationTileMut<'_>, r: usize, rows: usize) {
+    activations::quantize_row(x, to, r, rows, quantize_block);
+}
+
+/// Rounds `x / scale` to the nearest (even at a tie), with `scale = max|x| / 127`. The scale is NaN if `x` has a NaN.
+fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> QuantizedBlock {
     let max = x.iter().fold(0.0f32, |max, v| max.max(v.abs()));
     let inverse = if max > 0.0 { 127.0 / max } else { 0.0 };
     for (q, v) in out.iter_mut().zip(x) {
         *q = (v * inverse).round_ties_even() as i8;
     }
-    if x.iter().any(|v| v.is_nan()) { f32::NAN } else { max / 127.0 }
+    let sum = |q: &[i8]| q.iter().map(|&q| i32::from(q)).sum();
+    let sums = [sum(&out[..16]), sum(&out[16..])];
+    QuantizedBlock { scale: if x.iter().any(|v| v.is_nan()) { f32::NAN } else { max / 127.0 }, sums }
 }
 
 fn quant(source: Source, _rows: usize) -> QuantKernel {

@@ -124,8 +124,8 @@ pub const FLAGS: &[Flag] = &[
     moot("h11-max-header-count", One, "request heads are bounded already"),
     moot("limit-mm-per-prompt", Many, ALWAYS_TEXT),
     moot("language-model-only", Nothing, ALWAYS_TEXT),
-    moot("enable-prompt-tokens-details", Nothing, "usage always says how many prompt tokens were cached"),
-    moot("enable-request-id-headers", Nothing, "responses always carry X-Request-Id"),
+    moot("enable-request-id-headers", Nothing, "a client's X-Request-Id is always sent back"),
+    moot("stream-interval", One, "tokens are sent as each step ends"),
     // Accepted with the value that is true here.
     only("tensor-parallel-size", "1", "models are not yet split over devices: use a smaller or quantized model"),
     only("pipeline-parallel-size", "1", "models are not yet split over devices: use a smaller or quantized model"),

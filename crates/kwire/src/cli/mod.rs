@@ -99,7 +99,7 @@ HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are honoured, as are the AWS_ 
 pub struct PullArgs {
     /// Hub id, s3:// prefix or alias.
     pub model: String,
-    /// Where to keep it [default: the Hugging Face cache; $KWIRE_HOME for s3].
+    /// Where to keep it [default: the Hugging Face cache, or $KWIRE_HOME for s3].
     #[arg(long, value_name = "FOLDER")]
     pub download_dir: Option<PathBuf>,
 }

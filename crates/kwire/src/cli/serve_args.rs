@@ -44,7 +44,7 @@ pub struct ServeArgs {
     /// Branch, tag or commit of a hub model [default: main].
     #[arg(long, value_name = "REV", help_heading = "Model")]
     pub revision: Option<String>,
-    /// Where downloads are kept [default: the Hugging Face cache; $KWIRE_HOME for s3].
+    /// Where downloads are kept [default: the Hugging Face cache, or $KWIRE_HOME for s3].
     #[arg(long, value_name = "FOLDER", help_heading = "Model")]
     pub download_dir: Option<String>,
     /// Format of the weights: auto, safetensors or gguf.
@@ -110,7 +110,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "SEED", default_value = "0", help_heading = "Scheduling")]
     pub seed: String,
 
-    /// Requests waiting and running at most, then 503 with Retry-After; 0: no limit [default: 8 x max-num-seqs].
+    /// Requests waiting and running at most, then 503 with Retry-After; 0: no limit [default: 4 x max-num-seqs].
     #[arg(long, value_name = "N", help_heading = "Overload and shutdown")]
     pub max_num_queued_reqs: Option<String>,
     /// Prompt tokens waiting at most, then 503 with Retry-After [default: no limit].
@@ -138,9 +138,9 @@ pub struct ServeArgs {
     /// Most alternatives that `logprobs` may ask for.
     #[arg(long, value_name = "N", default_value = "20", allow_hyphen_values = true, help_heading = "Requests")]
     pub max_logprobs: String,
-    /// Tokens per streamed chunk; the first token is always sent at once.
-    #[arg(long, value_name = "N", default_value = "1", help_heading = "Requests")]
-    pub stream_interval: String,
+    /// Tell in `usage` how many prompt tokens were found in the prefix cache.
+    #[arg(long, help_heading = "Requests")]
+    pub enable_prompt_tokens_details: bool,
     /// Request fields that no one knows: warn (log, count and name in a header) or reject (400).
     #[arg(long, value_name = "WHAT", default_value = "warn", help_heading = "Requests")]
     pub unknown_fields: String,

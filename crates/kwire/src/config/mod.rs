@@ -104,8 +104,8 @@ pub struct RequestSettings {
     pub override_generation_config: serde_json::Map<String, serde_json::Value>,
     /// Most alternatives that `logprobs` may ask for; `None`: no limit.
     pub max_logprobs: Option<usize>,
-    /// Tokens per streamed chunk.
-    pub stream_interval: usize,
+    /// Whether `usage` tells how many prompt tokens were cached.
+    pub prompt_tokens_details: bool,
     /// What to do about fields no one knows.
     pub unknown_fields: UnknownFields,
 }

@@ -11,7 +11,7 @@ use crate::cli::serve_args::ServeArgs;
 use crate::models::ModelRef;
 
 /// Queued requests allowed by default, for each sequence that may run.
-const QUEUE_FACTOR: usize = 8;
+const QUEUE_FACTOR: usize = 4;
 
 /// A resolved configuration and what the user should know about it.
 #[derive(Debug, Clone, PartialEq)]
@@ -251,7 +251,7 @@ fn requests(args: &ServeArgs, env: &impl Lookup, faults: &mut Faults) -> Request
         generation_config,
         override_generation_config,
         max_logprobs,
-        stream_interval: faults.count("stream-interval", &args.stream_interval, 1),
+        prompt_tokens_details: args.enable_prompt_tokens_details,
         unknown_fields: faults.word("unknown-fields", &args.unknown_fields, UnknownFields::WORDS),
     }
 }
@@ -289,7 +289,7 @@ mod tests {
         assert!(c.engine.prefix_caching && c.engine.chunked_prefill);
         assert_eq!(c.engine.max_model_len, MaxModelLen::FromModel);
         assert_eq!(c.requests.max_logprobs, Some(20));
-        assert_eq!((c.limits.max_queued_requests, c.limits.shutdown_timeout_s), (Some(1024), 30));
+        assert_eq!((c.limits.max_queued_requests, c.limits.shutdown_timeout_s), (Some(512), 30));
     }
 
     #[test]

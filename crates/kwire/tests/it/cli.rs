@@ -35,7 +35,7 @@ fn a_vllm_command_line_is_understood() {
         max tokens per step      auto
         scheduling policy        Fcfs
         threads                  auto
-        max queued requests      1024
+        max queued requests      512
         max queued tokens        unbounded
         shutdown timeout         30 s
         unknown fields           Warn"#]]

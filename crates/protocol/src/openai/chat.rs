@@ -130,7 +130,10 @@ fn content(message: &Fields<'_>) -> Result<(), FieldError> {
                 return Err(FieldError::new(&param, format!("`{param}` is required.")));
             }
             Some(other) => {
-                return Err(FieldError::new(kind, format!("Content of type `{other}` is not supported; only `text` is.")));
+                return Err(FieldError::new(
+                    kind,
+                    format!("Content of type `{other}` is not supported; only `text` is."),
+                ));
             }
             None => return Err(FieldError::new(&kind, format!("`{kind}` is required."))),
         }

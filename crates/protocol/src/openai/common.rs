@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+use super::FieldError;
 use super::fields::{self, Endpoint};
 use super::reader::{Fields, integer_at};
-use super::FieldError;
 use crate::resume::Internal;
 
 /// Sequences per prompt at most.

@@ -240,7 +240,8 @@ mod tests {
     fn each_name_is_in_the_table_once_per_route() {
         for (i, a) in FIELDS.iter().enumerate() {
             for b in &FIELDS[i + 1..] {
-                let both = [Endpoint::Chat, Endpoint::Completions].iter().any(|&e| a.on.includes(e) && b.on.includes(e));
+                let both =
+                    [Endpoint::Chat, Endpoint::Completions].iter().any(|&e| a.on.includes(e) && b.on.includes(e));
                 assert!(a.name != b.name || !both, "{} is there twice", a.name);
             }
         }

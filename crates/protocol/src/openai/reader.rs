@@ -143,7 +143,8 @@ pub fn integer_at(value: &Value, path: &str, range: RangeInclusive<i64>) -> Resu
         return Ok(number);
     }
     let (low, high) = (range.start(), range.end());
-    let bounds = if *high >= i64::from(u32::MAX) { format!("at least {low}") } else { format!("between {low} and {high}") };
+    let bounds =
+        if *high >= i64::from(u32::MAX) { format!("at least {low}") } else { format!("between {low} and {high}") };
     Err(FieldError::new(path, format!("`{path}` must be {bounds}, got {value}.")))
 }
 

@@ -1,0 +1,47 @@
+//! Reading a JSON body, within bounds of size and time.
+
+use std::error::Error as _;
+use std::time::Duration;
+
+use axum::body::Body;
+use axum::http::{HeaderMap, header};
+use serde_json::Value;
+
+use super::error::ApiError;
+use crate::config::WireLimits;
+use crate::service::parse_json;
+use crate::text::TextPool;
+
+/// Reads and parses the body.
+pub async fn read_json(
+    headers: &HeaderMap,
+    body: Body,
+    limits: &WireLimits,
+    pool: &TextPool,
+) -> Result<Value, ApiError> {
+    if !is_json(headers) {
+        return Err(ApiError::NotJson);
+    }
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<usize>().ok());
+    if length.is_some_and(|length| length > limits.body_bytes) {
+        return Err(ApiError::BodyTooLarge(limits.body_bytes));
+    }
+    let read = axum::body::to_bytes(body, limits.body_bytes);
+    let bytes = match tokio::time::timeout(Duration::from_secs_f64(limits.body_timeout_s), read).await {
+        Err(_) => return Err(ApiError::BodyTimeout),
+        // `to_bytes` wraps the error of the limited body, which says "length limit exceeded".
+        Ok(Err(error)) if error.source().is_some_and(|e| e.to_string().contains("length limit")) => {
+            return Err(ApiError::BodyTooLarge(limits.body_bytes));
+        }
+        Ok(Err(_)) => return Err(ApiError::BodyBroken),
+        Ok(Ok(bytes)) => bytes,
+    };
+    Ok(parse_json(pool, bytes).await?)
+}
+
+/// JSON by its type, or without any type. Forms are refused, so that no web page can post here unseen.
+fn is_json(headers: &HeaderMap) -> bool {
+    let Some(value) = headers.get(header::CONTENT_TYPE) else { return true };
+    let essence = value.to_str().unwrap_or("").split(';').next().unwrap_or("").trim().to_ascii_lowercase();
+    essence == "application/json" || essence.starts_with("application/") && essence.ends_with("+json")
+}

@@ -24,8 +24,6 @@ pub struct ChatRun {
     envelope: Envelope,
     logprobs: bool,
     prompt_logprobs: bool,
-    /// The client already has the beginning.
-    resumed: bool,
     deltas: Vec<Delta>,
 }
 
@@ -51,7 +49,6 @@ impl Service {
             generation,
             logprobs: logprobs.is_some(),
             prompt_logprobs: plan.prompt_logprobs.is_some(),
-            resumed: plan.resume.is_some(),
             envelope,
             deltas: Vec::new(),
         })
@@ -140,7 +137,7 @@ impl ChatRun {
             stop_reason: None,
             token_ids: None,
         };
-        if delta.first && !self.resumed {
+        if delta.first {
             let role = choice(ChatDelta { role: Some("assistant"), content: "" });
             self.chunk(sink, &[ChatChunkChoice { index: delta.index, ..role }], usage, None);
         }

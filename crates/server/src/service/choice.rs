@@ -22,7 +22,7 @@ pub struct Finish {
 pub struct Delta {
     /// Which choice.
     pub index: usize,
-    /// Whether it is the choice's first.
+    /// Whether the client has nothing of the choice yet.
     pub first: bool,
     /// New text.
     pub text: String,

@@ -25,7 +25,6 @@ pub struct CompletionRun {
     prompt_logprobs: bool,
     echo: bool,
     skip_special: bool,
-    resumed: bool,
     /// Per choice: characters of its text so far.
     offsets: Vec<usize>,
     deltas: Vec<Delta>,
@@ -73,7 +72,6 @@ impl Service {
             prompt_logprobs: common.prompt_logprobs.is_some(),
             echo,
             skip_special: common.skip_special_tokens,
-            resumed: plan.resume.is_some(),
             deltas: Vec::new(),
         })
     }
@@ -134,7 +132,7 @@ impl CompletionRun {
         let printer = Printer { tokenizer: &tokenizer, as_ids: self.envelope.tokens_as_ids };
         let offset = &mut self.offsets[delta.index];
         let mut logprobs = self.logprobs.then(CompletionLogprobs::default);
-        if self.echo && delta.first && !self.resumed {
+        if self.echo && delta.first {
             let state = self.generation.prompt_of(delta.index);
             let tokens = &state.prompt.tokens;
             let decoded = || tokenizer.decode(tokens, self.skip_special).unwrap_or_default();

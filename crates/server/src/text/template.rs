@@ -44,6 +44,8 @@ pub enum ContentFormat {
     String,
     /// Lists of parts: strings are wrapped.
     Parts,
+    /// As the request has it, as transformers does.
+    AsIs,
 }
 
 /// A compiled template.
@@ -71,10 +73,11 @@ impl ChatTemplate {
         let mut environment = environment();
         let source = rewrite_generation(source);
         environment.add_template_owned(NAME, source).map_err(|e| TemplateError::Syntax(describe(&e)))?;
-        let mut this = Self { environment, special_tokens, takes: Takes::Strings };
+        let mut this = Self { environment, special_tokens, takes: Takes::Both };
         this.takes = match format {
             ContentFormat::String => Takes::Strings,
             ContentFormat::Parts => Takes::Parts,
+            ContentFormat::AsIs => Takes::Both,
             ContentFormat::Auto => this.probe(),
         };
         Ok(this)

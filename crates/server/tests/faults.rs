@@ -107,7 +107,10 @@ async fn junk_on_the_wire() {
     assert_eq!(request(fixture.address, "POST", CHAT, &json, Some(&junk)).await.status, 400);
     assert_eq!(request(fixture.address, "POST", CHAT, &json, Some(b"\xff\xfe")).await.status, 400);
     assert_eq!(request(fixture.address, "POST", CHAT, &json, None).await.status, 400);
-    assert_eq!(request(fixture.address, "POST", CHAT, &[("content-type", "text/plain")], Some(b"{}")).await.status, 415);
+    assert_eq!(
+        request(fixture.address, "POST", CHAT, &[("content-type", "text/plain")], Some(b"{}")).await.status,
+        415
+    );
     let length = [("content-type", "application/json"), ("content-length", "99999999999")];
     assert_eq!(request(fixture.address, "POST", CHAT, &length, None).await.status, 413);
     assert_eq!(fixture.get(CHAT).await.status, 405);

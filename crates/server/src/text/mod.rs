@@ -4,6 +4,7 @@ pub mod clock;
 pub mod detokenize;
 pub mod pool;
 pub mod pyjson;
+pub mod pymethods;
 pub mod stop;
 pub mod template;
 pub mod tokenizer;

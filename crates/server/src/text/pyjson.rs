@@ -13,6 +13,7 @@ struct Dump {
 }
 
 /// The filter `tojson` of transformers' chat templates: no HTML escapes, non-ASCII as it is.
+#[allow(clippy::needless_pass_by_value, reason = "filters take their arguments so")]
 pub fn tojson(value: &Value, kwargs: Kwargs) -> Result<Value, Error> {
     let indent = match kwargs.get::<Option<Value>>("indent")? {
         None => None,

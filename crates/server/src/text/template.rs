@@ -6,13 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use kwire_protocol::openai::chat::ChatPrompt;
-use minijinja::value::Value;
+use minijinja::value::{Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind};
 use serde_json::{Map, Value as Json, json};
 
-use super::{clock, pyjson};
+use super::{clock, pyjson, pymethods};
 
 /// Steps of the template machine that a rendering may take.
 const FUEL: u64 = 50_000_000;
@@ -44,7 +45,7 @@ pub enum ContentFormat {
     String,
     /// Lists of parts: strings are wrapped.
     Parts,
-    /// As the request has it, as transformers does.
+    /// As the request has it, arguments of tool calls too, as transformers does.
     AsIs,
 }
 
@@ -53,6 +54,7 @@ pub struct ChatTemplate {
     environment: Environment<'static>,
     special_tokens: BTreeMap<String, String>,
     takes: Takes,
+    parse_arguments: bool,
 }
 
 /// Which content a template prints sensibly.
@@ -73,7 +75,8 @@ impl ChatTemplate {
         let mut environment = environment();
         let source = rewrite_generation(source);
         environment.add_template_owned(NAME, source).map_err(|e| TemplateError::Syntax(describe(&e)))?;
-        let mut this = Self { environment, special_tokens, takes: Takes::Both };
+        let mut this =
+            Self { environment, special_tokens, takes: Takes::Both, parse_arguments: format != ContentFormat::AsIs };
         this.takes = match format {
             ContentFormat::String => Takes::Strings,
             ContentFormat::Parts => Takes::Parts,
@@ -115,7 +118,12 @@ impl ChatTemplate {
         let failed = |e: Error| TemplateError::Render(describe(&e));
         let template = self.environment.get_template(NAME).map_err(failed)?;
         let mut out = Bounded(Vec::new());
-        template.render_captured_to(variables, &mut out).map_err(failed)?;
+        // minijinja has corners that panic, such as `''[::-1]`; a template must not take the server's thread with it.
+        let render = AssertUnwindSafe(|| template.render_captured_to(variables, &mut out).map(drop));
+        match catch_unwind(render) {
+            Ok(rendered) => rendered.map_err(failed)?,
+            Err(_) => return Err(TemplateError::Render("an operation of the template has no result".to_owned())),
+        }
         String::from_utf8(out.0).map_err(|e| TemplateError::Render(e.to_string()))
     }
 
@@ -145,7 +153,9 @@ impl ChatTemplate {
         let Json::Object(fields) = message else { return message.clone() };
         let mut out: Map<String, Json> =
             fields.iter().filter(|(_, v)| !v.is_null()).map(|(k, v)| (k.clone(), v.clone())).collect();
-        if let Some(Json::Array(calls)) = out.get_mut("tool_calls") {
+        if self.parse_arguments
+            && let Some(Json::Array(calls)) = out.get_mut("tool_calls")
+        {
             calls.iter_mut().for_each(parse_arguments);
         }
         if let Some(content) = out.get_mut("content") {
@@ -190,11 +200,23 @@ fn environment() -> Environment<'static> {
     env.set_trim_blocks(true);
     env.set_lstrip_blocks(true);
     env.set_fuel(Some(FUEL));
-    env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    env.set_unknown_method_callback(pymethods::unknown_method);
     env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     env.set_formatter(|out, _, value| out.write_str(&pyjson::py_str(value)).map_err(Error::from));
     env.add_filter("tojson", pyjson::tojson);
     env.add_filter("string", |value: &Value| pyjson::py_str(value));
+    for name in ["length", "count"] {
+        env.add_filter(name, pymethods::length);
+    }
+    for name in ["escape", "e"] {
+        env.add_filter(name, pymethods::escape);
+    }
+    env.add_filter("list", pymethods::list);
+    env.add_filter("int", pymethods::int);
+    env.add_filter("round", pymethods::round);
+    env.add_filter("title", pymethods::title_filter);
+    env.add_filter("float", pymethods::float);
+    env.add_test("number", |value: &Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool));
     env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });

@@ -3,13 +3,23 @@
 //! The loop in [`engine`] is the architecture. The engine sees token ids, never text; it knows no HTTP, no async runtime,
 //! no environment variable and no clock (`now` is passed in, in seconds).
 
+pub mod batch;
+pub mod cache;
+pub mod config;
 pub mod constraint;
+pub mod engine;
 pub mod events;
+pub mod executor;
 pub mod handle;
 pub mod model;
+pub mod plan;
 pub mod request;
+mod scheduler;
+mod sequence;
 
+pub use config::{ConfigError, SchedulerConfig, SchedulingPolicy};
 pub use constraint::Constraint;
+pub use engine::Engine;
 pub use events::{Event, FinishReason, StepReport, StepStats};
 pub use handle::{Command, EngineHandle, EngineStopped, Inspection, ReportSink};
 pub use kwire_kernels::{SampleParams, TokenLogprobs, TokenMask};

@@ -179,6 +179,16 @@ impl TokenMask {
     pub fn none(n_vocab: usize) -> Self {
         Self(vec![0; n_vocab.div_ceil(32)])
     }
+    /// A mask that allows everything.
+    pub fn all(n_vocab: usize) -> Self {
+        Self(vec![u32::MAX; n_vocab.div_ceil(32)])
+    }
+    /// Forbids `token`; one outside the vocabulary is forbidden already.
+    pub fn forbid(&mut self, token: u32) {
+        if let Some(word) = self.0.get_mut(token as usize / 32) {
+            *word &= !(1 << (token % 32));
+        }
+    }
     /// Allows `token`.
     pub fn allow(&mut self, token: u32) {
         self.0[token as usize / 32] |= 1 << (token % 32);
@@ -297,6 +307,9 @@ pub trait Backend: Send + 'static {
     type Pending: Send;
     /// Low-rank adapters of a step's rows; uninhabited where the backend has none.
     type Lora: Send;
+
+    /// Bytes that the weights of one checkpoint matrix will take.
+    fn weight_bytes(dtype: DType, n_rows: usize, n_cols: usize) -> usize;
 
     /// Reserves an activation matrix.
     fn tensor(&mut self, capacity: usize, cols: usize) -> Result<Self::Tensor, KernelError>;

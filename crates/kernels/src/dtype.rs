@@ -47,7 +47,7 @@ impl DType {
 
     /// Bytes of a row of `n_cols` elements, or `None` if `n_cols` is no multiple of the block or the size overflows.
     pub const fn row_bytes(self, n_cols: usize) -> Option<usize> {
-        if n_cols % self.block_len() != 0 {
+        if !n_cols.is_multiple_of(self.block_len()) {
             return None;
         }
         (n_cols / self.block_len()).checked_mul(self.block_bytes())

@@ -111,7 +111,7 @@ impl LayerRole {
 }
 
 /// Names of a checkpoint's tensors. A pattern has `{i}` for the layer and no `.weight` or `.bias` at its end.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct WeightNames {
     /// The embedding.
     pub embed: &'static str,
@@ -121,7 +121,8 @@ pub struct WeightNames {
     pub head: &'static str,
     /// Pattern of each layer role.
     pub layer: fn(LayerRole) -> &'static str,
-    /// Tensors that carry no weights and may be skipped (precomputed frequencies).
+    /// Tensors that carry no weights of their own and may be skipped (precomputed frequencies, a tied head saved again):
+    /// full names, `{i}` for the layer. See [`WeightNames::is_ignored`].
     pub ignored: &'static [&'static str],
 }
 
@@ -134,5 +135,15 @@ impl WeightNames {
             Role::Head => self.head.to_owned(),
             Role::Layer(i, role) => (self.layer)(role).replace("{i}", &i.to_string()),
         }
+    }
+    /// Whether a checkpoint's tensor (full name) may be skipped. In `ignored`, `{i}` stands for any number.
+    pub fn is_ignored(&self, tensor: &str) -> bool {
+        self.ignored.iter().any(|pattern| match pattern.split_once("{i}") {
+            None => tensor == *pattern,
+            Some((head, tail)) => tensor
+                .strip_prefix(head)
+                .and_then(|rest| rest.strip_suffix(tail))
+                .is_some_and(|i| !i.is_empty() && i.bytes().all(|b| b.is_ascii_digit())),
+        })
     }
 }

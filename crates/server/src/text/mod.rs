@@ -2,6 +2,7 @@
 
 pub mod clock;
 pub mod detokenize;
+pub mod gguf_vocab;
 pub mod pool;
 pub mod pyjson;
 pub mod pymethods;

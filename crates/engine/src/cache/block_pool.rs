@@ -1,0 +1,239 @@
+//! Who owns which cache block: reference counts, free blocks in least-recently-used order, and the prefix index.
+//!
+//! Policy only: the bytes live in the backend. Invariants: a block is free exactly if its count is 0; a free block may keep
+//! its hash, so that a later prompt can take it back; a hash names at most one block.
+
+use std::collections::HashMap;
+
+use super::prefix::BlockHash;
+
+/// Index of a block in its group's storage.
+pub type BlockId = u32;
+
+/// No block is free.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OutOfBlocks;
+
+#[derive(Debug, Clone, Default)]
+struct Block {
+    refs: u32,
+    hash: Option<BlockHash>,
+    /// Gateway's ids of prefixes that end in this block.
+    tags: Vec<u64>,
+}
+
+/// The blocks of one KV group.
+#[derive(Debug)]
+pub struct BlockPool {
+    blocks: Vec<Block>,
+    free: FreeList,
+    by_hash: HashMap<BlockHash, BlockId>,
+    stored_tags: Vec<u64>,
+    evicted_tags: Vec<u64>,
+}
+
+impl BlockPool {
+    /// A pool of `n_blocks` free blocks.
+    pub fn new(n_blocks: usize) -> Self {
+        let n = u32::try_from(n_blocks).expect("block ids fit 32 bits");
+        let mut free = FreeList::new(n_blocks);
+        (0..n).for_each(|b| free.push_back(b));
+        Self {
+            blocks: vec![Block::default(); n_blocks],
+            free,
+            by_hash: HashMap::new(),
+            stored_tags: Vec::new(),
+            evicted_tags: Vec::new(),
+        }
+    }
+
+    /// Blocks in all.
+    pub fn n_blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Blocks that nobody holds, cached prefixes included.
+    pub fn n_free(&self) -> usize {
+        self.free.len
+    }
+
+    /// Takes the least recently used free block; its old content is forgotten.
+    pub fn allocate(&mut self) -> Result<BlockId, OutOfBlocks> {
+        let id = self.free.pop_front().ok_or(OutOfBlocks)?;
+        self.forget(id);
+        let block = &mut self.blocks[id as usize];
+        assert_eq!(block.refs, 0, "a free block has no holder");
+        block.refs = 1;
+        Ok(id)
+    }
+
+    /// One more holder of a block, free (a cached prefix) or held.
+    pub fn acquire(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id as usize];
+        if block.refs == 0 {
+            self.free.remove(id);
+        }
+        block.refs += 1;
+    }
+
+    /// One holder less. The last one makes the block free, last in line for reuse.
+    pub fn release(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id as usize];
+        assert!(block.refs > 0, "block {id} released more often than acquired");
+        block.refs -= 1;
+        if block.refs == 0 {
+            self.free.push_back(id);
+        }
+    }
+
+    /// Number of holders.
+    pub fn refs(&self, id: BlockId) -> u32 {
+        self.blocks[id as usize].refs
+    }
+
+    /// The block that holds the end of this prefix.
+    pub fn find(&self, hash: BlockHash) -> Option<BlockId> {
+        self.by_hash.get(&hash).copied()
+    }
+
+    /// Names a full, computed block by its prefix. The first block with a hash keeps it.
+    pub fn store(&mut self, id: BlockId, hash: BlockHash, tags: &[u64]) {
+        if self.by_hash.contains_key(&hash) || self.blocks[id as usize].hash.is_some() {
+            return;
+        }
+        self.by_hash.insert(hash, id);
+        let block = &mut self.blocks[id as usize];
+        block.hash = Some(hash);
+        block.tags.extend_from_slice(tags);
+        self.stored_tags.extend_from_slice(tags);
+    }
+
+    /// Forgets all prefixes that nobody holds.
+    pub fn forget_free(&mut self) {
+        for id in 0..self.blocks.len() {
+            if self.blocks[id].refs == 0 {
+                self.forget(u32::try_from(id).expect("block ids fit 32 bits"));
+            }
+        }
+    }
+
+    /// Moves the prefix tags stored and evicted since the last call to `stored` and `evicted`.
+    pub fn drain_tags(&mut self, stored: &mut Vec<u64>, evicted: &mut Vec<u64>) {
+        stored.append(&mut self.stored_tags);
+        evicted.append(&mut self.evicted_tags);
+    }
+
+    /// Checks the invariants against `held`, the number of table entries that name each block.
+    pub fn check_integrity(&self, held: &[u32]) -> Result<(), String> {
+        for (id, block) in self.blocks.iter().enumerate() {
+            if block.refs != held[id] {
+                return Err(format!("block {id} has {} holders but a count of {}", held[id], block.refs));
+            }
+            if (block.refs == 0) != self.free.contains(id) {
+                return Err(format!("block {id} with a count of {} is on the wrong side of the free list", block.refs));
+            }
+            if block.hash.is_some_and(|h| self.by_hash.get(&h).map(|&b| b as usize) != Some(id)) {
+                return Err(format!("block {id} is not the one its hash names"));
+            }
+        }
+        let hashed = self.blocks.iter().filter(|b| b.hash.is_some()).count();
+        if hashed != self.by_hash.len() {
+            return Err(format!("{} hashes for {hashed} hashed blocks", self.by_hash.len()));
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self, id: BlockId) {
+        let block = &mut self.blocks[id as usize];
+        if let Some(hash) = block.hash.take() {
+            self.by_hash.remove(&hash);
+            self.evicted_tags.append(&mut block.tags);
+        }
+    }
+}
+
+/// A queue over block ids with removal from the middle, in constant time and fixed memory.
+#[derive(Debug)]
+struct FreeList {
+    /// `(previous, next)` of each id; the last entry is the sentinel before the first and after the last.
+    links: Vec<(u32, u32)>,
+    len: usize,
+}
+
+impl FreeList {
+    const ABSENT: (u32, u32) = (u32::MAX, u32::MAX);
+
+    fn new(n: usize) -> Self {
+        let sentinel = u32::try_from(n).expect("block ids fit 32 bits");
+        let mut links = vec![Self::ABSENT; n + 1];
+        links[n] = (sentinel, sentinel);
+        Self { links, len: 0 }
+    }
+
+    fn sentinel(&self) -> u32 {
+        u32::try_from(self.links.len() - 1).expect("block ids fit 32 bits")
+    }
+
+    fn contains(&self, id: usize) -> bool {
+        self.links[id] != Self::ABSENT
+    }
+
+    fn push_back(&mut self, id: u32) {
+        debug_assert!(!self.contains(id as usize));
+        let end = self.sentinel();
+        let last = self.links[end as usize].0;
+        self.links[id as usize] = (last, end);
+        self.links[last as usize].1 = id;
+        self.links[end as usize].0 = id;
+        self.len += 1;
+    }
+
+    fn pop_front(&mut self) -> Option<u32> {
+        let end = self.sentinel();
+        let first = self.links[end as usize].1;
+        (first != end).then(|| {
+            self.remove(first);
+            first
+        })
+    }
+
+    fn remove(&mut self, id: u32) {
+        debug_assert!(self.contains(id as usize));
+        let (previous, next) = std::mem::replace(&mut self.links[id as usize], Self::ABSENT);
+        self.links[previous as usize].1 = next;
+        self.links[next as usize].0 = previous;
+        self.len -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hash(i: u32) -> BlockHash {
+        BlockHash::root(None).next(&[i])
+    }
+
+    #[test]
+    fn reuse_is_least_recently_used_first_and_evicts_the_prefix() {
+        let mut pool = BlockPool::new(3);
+        let ids: Vec<_> = (0..3).map(|_| pool.allocate().unwrap()).collect();
+        assert_eq!(pool.allocate(), Err(OutOfBlocks));
+        for (i, &id) in ids.iter().enumerate() {
+            let i = u32::try_from(i).unwrap();
+            pool.store(id, hash(i), &[u64::from(i)]);
+        }
+        for &i in &[1usize, 0, 2] {
+            pool.release(ids[i]);
+        }
+        assert_eq!(pool.find(hash(0)), Some(ids[0]));
+        pool.acquire(ids[1]);
+        assert_eq!(pool.allocate(), Ok(ids[0]), "block 0 was freed before block 2");
+        assert_eq!(pool.find(hash(0)), None);
+        let (mut stored, mut evicted) = (vec![], vec![]);
+        pool.drain_tags(&mut stored, &mut evicted);
+        assert_eq!((stored, evicted), (vec![0, 1, 2], vec![0]));
+        pool.check_integrity(&[1, 1, 0]).unwrap();
+        assert!(pool.check_integrity(&[1, 0, 0]).is_err());
+    }
+}

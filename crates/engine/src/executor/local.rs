@@ -1,0 +1,189 @@
+//! Runs batches on one backend, in this process.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use kwire_kernels::{Backend, KernelError, RowSpan, SampleParams, SampleRequest, StepBatch};
+
+use super::{Executor, ExecutorInfo};
+use crate::batch::{Batch, Masks, RowTokens, Sample, SampleKind, StepId, StepOutput};
+use crate::config::SchedulerConfig;
+use crate::model::checkpoint::Checkpoint;
+use crate::model::decoder::Decoder;
+use crate::model::spec::{DecoderSpec, WeightNames};
+use crate::model::weights::{self, LoadError, Progress};
+use crate::plan::MemoryPlan;
+
+/// A decoder on a backend, with the cache and the state of running sequences.
+pub struct LocalExecutor<B: Backend> {
+    info: ExecutorInfo,
+    backend: B,
+    decoder: Decoder<B>,
+    caches: Vec<B::KvCache>,
+    slots: Vec<SlotState>,
+    /// The batch that was forwarded last.
+    batch: Batch,
+    pending: VecDeque<(StepId, Vec<Sample>, B::Pending)>,
+}
+
+/// What a slot remembers from step to step.
+struct SlotState {
+    params: Arc<SampleParams>,
+    prompt: Arc<[u32]>,
+    /// Tokens drawn, for penalties.
+    output: Vec<u32>,
+    /// Per KV group.
+    tables: Vec<Vec<u32>>,
+}
+
+impl<B: Backend> LocalExecutor<B> {
+    /// Loads the weights, and reserves the memory that `plan` says.
+    pub fn load(
+        mut backend: B,
+        checkpoint: &Checkpoint,
+        model: (DecoderSpec, &WeightNames),
+        plan: &MemoryPlan,
+        limits: &SchedulerConfig,
+        progress: Progress<'_>,
+    ) -> Result<Self, LoadError> {
+        let (spec, names) = model;
+        let groups = plan.groups.clone();
+        let info = ExecutorInfo { groups, n_blocks: plan.n_blocks.clone(), n_vocab: spec.n_vocab, depth: 0 };
+        let weights = weights::load(checkpoint, &spec, names, &mut backend, progress)?;
+        let decoder = Decoder::new(spec, weights, &info.groups, &mut backend, limits)?;
+        let shapes = info.groups.iter().zip(&info.n_blocks);
+        let caches = shapes.map(|(g, &n)| backend.kv_cache(g.layout, n)).collect::<Result<_, _>>()?;
+        let slot = || SlotState {
+            params: Arc::default(),
+            prompt: Arc::from([]),
+            output: Vec::new(),
+            tables: vec![Vec::new(); info.groups.len()],
+        };
+        let slots = (0..limits.max_num_seqs).map(|_| slot()).collect();
+        Ok(Self { info, backend, decoder, caches, slots, batch: Batch::default(), pending: VecDeque::new() })
+    }
+
+    /// The first `n` rows of the last forward's logits, `n_vocab` values each.
+    pub fn logits(&mut self, n: usize) -> Result<Vec<f32>, KernelError> {
+        self.backend.read(n, self.decoder.logits())
+    }
+
+    fn update_slots(&mut self, batch: &Batch) {
+        for start in &batch.starts {
+            let slot = &mut self.slots[start.slot as usize];
+            slot.params = start.params.clone();
+            slot.prompt = start.prompt.clone();
+            slot.output.clone_from(&start.output);
+            slot.tables.iter_mut().for_each(Vec::clear);
+        }
+        for update in &batch.tables {
+            let table = &mut self.slots[update.slot as usize].tables[update.group];
+            table.truncate(update.start);
+            table.extend_from_slice(&update.blocks);
+        }
+    }
+}
+
+/// A batch flattened for the device: all tokens, the rows' spans, and which tokens' logits are wanted.
+#[derive(Default)]
+struct Flat {
+    token_ids: Vec<u32>,
+    spans: Vec<RowSpan>,
+    logit_tokens: Vec<u32>,
+}
+
+impl Flat {
+    fn of(batch: &Batch) -> Self {
+        let mut flat = Self::default();
+        for row in &batch.rows {
+            let first_token = flat.token_ids.len();
+            match &row.tokens {
+                RowTokens::Known(tokens) => flat.token_ids.extend_from_slice(tokens),
+                RowTokens::LastDrawn => unreachable!("at depth 0 every input is known"),
+            }
+            let n_tokens = row.tokens.len();
+            flat.spans.push(RowSpan { first_token, n_tokens, first_position: row.first_position });
+            let wanted = first_token + row.logits_from..first_token + n_tokens;
+            flat.logit_tokens.extend(wanted.map(|t| u32::try_from(t).expect("a step has fewer than 2^32 tokens")));
+        }
+        flat
+    }
+}
+
+impl<B: Backend> Executor for LocalExecutor<B> {
+    fn info(&self) -> &ExecutorInfo {
+        &self.info
+    }
+
+    fn forward(&mut self, batch: &Batch) -> Result<(), KernelError> {
+        self.update_slots(batch);
+        for (cache, copies) in self.caches.iter_mut().zip(&batch.copies) {
+            if !copies.is_empty() {
+                self.backend.copy_blocks(cache, copies);
+            }
+        }
+        let flat = Flat::of(batch);
+        let table = |g: usize| batch.rows.iter().map(|r| &self.slots[r.slot as usize].tables[g][..]).collect();
+        let block_tables: Vec<Vec<&[u32]>> = (0..self.info.groups.len()).map(table).collect();
+        let step = self.backend.prepare(&StepBatch {
+            token_ids: &flat.token_ids,
+            rows: &flat.spans,
+            block_tables: &block_tables,
+            logit_tokens: &flat.logit_tokens,
+        })?;
+        let (n_tokens, n_logits) = (flat.token_ids.len(), flat.logit_tokens.len());
+        self.decoder.forward(&mut self.backend, &step, &mut self.caches, n_tokens, n_logits);
+        self.batch = batch.clone();
+        Ok(())
+    }
+
+    fn sample(&mut self, step: StepId, masks: &Masks) -> Result<(), KernelError> {
+        assert_eq!(step, self.batch.step, "samples are queued right after their forward");
+        let samples = std::mem::take(&mut self.batch.samples);
+        let scoring = |n_top| SampleParams { logprobs: Some(n_top), ..SampleParams::default() };
+        // One set of parameters for each score; draws use their slots'.
+        let params: Vec<Option<SampleParams>> = samples
+            .iter()
+            .map(|s| match s.kind {
+                SampleKind::Score { n_top, .. } => Some(scoring(n_top)),
+                SampleKind::Draw => None,
+            })
+            .collect();
+        let requests: Vec<_> = samples
+            .iter()
+            .enumerate()
+            .map(|(i, sample)| {
+                let slot = &self.slots[sample.slot as usize];
+                let forced = match sample.kind {
+                    SampleKind::Score { token, .. } => Some(token),
+                    SampleKind::Draw => None,
+                };
+                SampleRequest {
+                    logit: sample.logit,
+                    params: params[i].as_ref().unwrap_or(&slot.params),
+                    position: sample.position,
+                    forced,
+                    prompt: &slot.prompt,
+                    output: &slot.output,
+                    mask: masks[i].as_ref(),
+                }
+            })
+            .collect();
+        let n_vocab = self.info.n_vocab;
+        let pending = self.backend.sample(self.decoder.logits(), n_vocab, &requests);
+        self.pending.push_back((step, samples, pending));
+        Ok(())
+    }
+
+    fn collect(&mut self, step: StepId) -> Result<StepOutput, KernelError> {
+        let (oldest, samples, pending) = self.pending.pop_front().expect("collect follows sample");
+        assert_eq!(oldest, step, "steps are collected in order");
+        let sampled = self.backend.collect(pending)?;
+        for (sample, drawn) in samples.iter().zip(&sampled) {
+            if sample.kind == SampleKind::Draw {
+                self.slots[sample.slot as usize].output.push(drawn.token);
+            }
+        }
+        Ok(StepOutput { step, sampled })
+    }
+}

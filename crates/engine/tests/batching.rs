@@ -1,0 +1,118 @@
+//! The same answers alone and in a batch, bit for bit, on the shipped model: whatever the batch, the chunks, the prefix cache
+//! and preemption.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::{Model, Options, fixture, smollm2};
+use kwire_engine::executor::local::LocalExecutor;
+use kwire_engine::model::checkpoint::Checkpoint;
+use kwire_engine::{
+    Command, Engine, Event, Request, RequestId, SampleParams, SchedulerConfig, SchedulingPolicy, StopParams,
+};
+use kwire_kernels::KvDtype;
+use kwire_kernels::cpu::CpuBackend;
+use serde_json::Value;
+
+const N_REQUESTS: usize = 32;
+const OUTPUT_LEN: usize = 24;
+
+/// Prompts of 1 to 190 tokens; every third shares a long prefix; greedy and seeded sampling in turn.
+fn request(i: usize, text: &[u32]) -> Request {
+    let len = 1 + i * 61 % 190;
+    let start = if i % 3 == 0 { 0 } else { i * 97 };
+    let sampling = match i % 2 {
+        0 => SampleParams { temperature: 0.0, repetition_penalty: 1.1, ..SampleParams::default() },
+        _ => SampleParams { temperature: 0.9, top_p: 0.95, top_k: 50, seed: i as u64, ..SampleParams::default() },
+    };
+    Request {
+        id: RequestId(i as u64),
+        prompt: text[start..start + len].into(),
+        resumed: vec![],
+        n: 1,
+        sampling,
+        stop: StopParams { max_tokens: OUTPUT_LEN, ..StopParams::default() },
+        priority: 0,
+        arrival: 0.0,
+        prompt_logprobs: None,
+        cache_salt: None,
+        prefix_tags: vec![],
+        constraint: None,
+    }
+}
+
+fn config() -> SchedulerConfig {
+    SchedulerConfig {
+        max_num_seqs: N_REQUESTS,
+        max_num_batched_tokens: 512,
+        max_model_len: 256,
+        chunked_prefill: true,
+        long_prefill_token_threshold: 0,
+        prefix_caching: false,
+        policy: SchedulingPolicy::Fcfs,
+    }
+}
+
+fn engine(config: SchedulerConfig, cache_tokens: usize) -> Engine<LocalExecutor<CpuBackend>> {
+    let max_step = config.max_num_batched_tokens;
+    let options = Options { kv_dtype: KvDtype::F16, max_len: config.max_model_len, max_step, n_workers: 2 };
+    let checkpoint = Checkpoint::open(&smollm2()).unwrap();
+    let (spec, names) = checkpoint.family().unwrap();
+    let executor = Model::executor(&checkpoint, spec, &names, options, &config, cache_tokens).unwrap();
+    Engine::new(config, executor).unwrap()
+}
+
+/// Runs requests side by side; the tokens of each, and how many preemptions there were.
+fn run(
+    engine: &mut Engine<LocalExecutor<CpuBackend>>,
+    requests: impl Iterator<Item = Request>,
+) -> (BTreeMap<RequestId, Vec<u32>>, u32) {
+    let (mut outputs, mut n_preemptions) = (BTreeMap::<_, Vec<u32>>::new(), 0);
+    requests.for_each(|r| engine.execute(Command::Add(Box::new(r))));
+    while !engine.is_idle() {
+        engine.step().unwrap();
+        for event in engine.report(0.0).events {
+            match event {
+                Event::Tokens { id, tokens, .. } => outputs.entry(id).or_default().extend(tokens),
+                Event::Done { preemptions, .. } => n_preemptions += preemptions,
+                _ => {}
+            }
+        }
+    }
+    let inspection = engine.inspection();
+    inspection.integrity.unwrap();
+    assert_eq!(inspection.blocks_in_use, 0);
+    (outputs, n_preemptions)
+}
+
+#[test]
+fn a_batch_changes_no_token() {
+    let golden: Value = serde_json::from_slice(&std::fs::read(fixture("smollm2/perplexity.json")).unwrap()).unwrap();
+    let text: Vec<u32> = golden["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect();
+    let requests = || (0..N_REQUESTS).map(|i| request(i, &text));
+
+    let mut alone = engine(config(), 16_000);
+    let expected: BTreeMap<_, _> = requests().flat_map(|r| run(&mut alone, std::iter::once(r)).0).collect();
+    assert_eq!(expected.len(), N_REQUESTS);
+    assert!(expected.values().all(|tokens| tokens.len() == OUTPUT_LEN));
+
+    let side_by_side = run(&mut engine(config(), 16_000), requests());
+    assert!(side_by_side.0 == expected, "side by side");
+
+    let small_chunks = SchedulerConfig { max_num_batched_tokens: 37, ..config() };
+    assert!(run(&mut engine(small_chunks, 16_000), requests()).0 == expected, "in chunks of at most 37 tokens");
+
+    let mut caching = engine(SchedulerConfig { prefix_caching: true, ..config() }, 16_000);
+    assert!(run(&mut caching, requests()).0 == expected, "with prefix caching");
+    assert!(run(&mut caching, requests()).0 == expected, "with prefix caching, on a warm cache");
+    assert!(caching.inspection().stats.prefix_hits > 1000, "the second run hits");
+
+    for prefix_caching in [false, true] {
+        let (outputs, n_preemptions) =
+            run(&mut engine(SchedulerConfig { prefix_caching, ..config() }, 640), requests());
+        assert!(outputs == expected, "with preemption, prefix caching {prefix_caching}");
+        println!("{n_preemptions} preemptions with prefix caching {prefix_caching}");
+        assert!(n_preemptions > 0, "a cache of 640 tokens preempts");
+    }
+}

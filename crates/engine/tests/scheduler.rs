@@ -1,0 +1,268 @@
+//! The scheduler, the block pool and the loop against the simulated executor: seeded random operations, checked after
+//! every step. The simulated executor fails on any wrong block, and its tokens are a pure function of the context.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use kwire_engine::cache::groups::KvGroup;
+use kwire_engine::executor::ExecutorInfo;
+use kwire_engine::executor::sim::SimExecutor;
+use kwire_engine::{
+    Command, Engine, Event, FinishReason, PrefixTag, Request, RequestId, SampleParams, SchedulerConfig,
+    SchedulingPolicy, StopParams,
+};
+use kwire_kernels::{KvDtype, KvLayout};
+
+/// Tokens of the vocabulary: few, so that prompts share prefixes often.
+const N_VOCAB: usize = 3;
+const MAX_MODEL_LEN: usize = 96;
+
+/// A small seeded generator (xorshift64*).
+struct Rng(u64);
+
+impl Rng {
+    fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
+    }
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        usize::try_from(self.0.wrapping_mul(0x2545_F491_4F6C_DD1D) >> 33).unwrap() % n
+    }
+    fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+}
+
+/// What a request must give, sequence by sequence.
+struct Expected {
+    prompt: Vec<u32>,
+    params: SampleParams,
+    stop: StopParams,
+    n: u32,
+    /// Tokens seen so far.
+    seen: Vec<Vec<u32>>,
+    finished: Vec<Option<FinishReason>>,
+    aborted: bool,
+    started: bool,
+    prompt_logprobs: Option<usize>,
+}
+
+struct World {
+    engine: Engine<SimExecutor>,
+    info: ExecutorInfo,
+    rng: Rng,
+    live: HashMap<RequestId, Expected>,
+    next_id: u64,
+    preemptions: u32,
+    n_done: usize,
+}
+
+impl World {
+    fn new(seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let layout = KvLayout { n_layers: 1, kv_heads: 1, head_dim: 1, block_len: 4, dtype: KvDtype::F32 };
+        let windows: &[Option<usize>] = [&[None][..], &[None, Some(10)], &[Some(7)]][rng.below(3)];
+        let groups: Vec<_> = windows.iter().map(|&window| KvGroup { layout, window, layers: vec![0] }).collect();
+        let n_blocks = groups.iter().map(|_| MAX_MODEL_LEN / 4 + 1 + rng.below(20)).collect();
+        let info = ExecutorInfo { groups, n_blocks, n_vocab: N_VOCAB, depth: rng.below(3) };
+        let max_num_seqs = 1 + rng.below(8);
+        let chunked_prefill = !rng.one_in(4);
+        let config = SchedulerConfig {
+            max_num_seqs,
+            max_num_batched_tokens: if chunked_prefill { max_num_seqs + rng.below(40) } else { MAX_MODEL_LEN + 8 },
+            max_model_len: MAX_MODEL_LEN,
+            chunked_prefill,
+            long_prefill_token_threshold: if chunked_prefill && rng.one_in(3) { 5 } else { 0 },
+            prefix_caching: !rng.one_in(4),
+            policy: if rng.one_in(2) { SchedulingPolicy::Priority } else { SchedulingPolicy::Fcfs },
+        };
+        let executor = SimExecutor::new(info.clone(), max_num_seqs);
+        let engine = Engine::new(config, executor).unwrap();
+        Self { engine, info, rng, live: HashMap::new(), next_id: 0, preemptions: 0, n_done: 0 }
+    }
+
+    fn arrive(&mut self, max_n: usize) {
+        let rng = &mut self.rng;
+        let id = RequestId(self.next_id);
+        self.next_id += 1;
+        let len = 1 + rng.below(60);
+        // Long runs of one token: many equal prefixes.
+        let first = u32::try_from(rng.below(N_VOCAB)).unwrap();
+        let change = rng.below(len + 1);
+        let prompt: Vec<u32> = (0..len).map(|i| if i < change { first } else { (first + 1) % 3 }).collect();
+        let n = if rng.one_in(4) { 1 + u32::try_from(rng.below(max_n)).unwrap() } else { 1 };
+        let params = SampleParams { seed: rng.below(1000) as u64, ..SampleParams::default() };
+        let stop_token_ids = if rng.one_in(2) { vec![2] } else { vec![] };
+        let stop = StopParams { max_tokens: 1 + rng.below(40), min_tokens: rng.below(6), stop_token_ids };
+        let prompt_logprobs = rng.one_in(6).then_some(1);
+        let priority = i32::try_from(rng.below(3)).unwrap();
+        self.engine.execute(Command::Add(Box::new(Request {
+            id,
+            prompt: Arc::from(&prompt[..]),
+            resumed: vec![],
+            n,
+            sampling: params.clone(),
+            stop: stop.clone(),
+            priority,
+            arrival: 0.0,
+            prompt_logprobs,
+            cache_salt: rng.one_in(5).then(|| "tenant".into()),
+            prefix_tags: vec![PrefixTag { id: 7, end_token: 4 }],
+            constraint: None,
+        })));
+        let n_sequences = n as usize;
+        self.live.insert(
+            id,
+            Expected {
+                prompt_logprobs: prompt_logprobs.map(|_| len - 1),
+                prompt,
+                params,
+                stop,
+                n,
+                seen: vec![vec![]; n_sequences],
+                finished: vec![None; n_sequences],
+                aborted: false,
+                started: false,
+            },
+        );
+    }
+
+    fn abort_some(&mut self) {
+        let mut ids: Vec<_> = self.live.iter().filter(|(_, e)| !e.aborted).map(|(id, _)| *id).collect();
+        ids.sort();
+        if !ids.is_empty() {
+            let id = ids[self.rng.below(ids.len())];
+            self.engine.execute(Command::End { id, sequence: None, stopped: false });
+            self.live.get_mut(&id).unwrap().aborted = true;
+        }
+    }
+
+    fn step(&mut self) {
+        self.engine.step().unwrap();
+        self.engine.inspection().integrity.unwrap();
+        for event in self.engine.report(0.0).events {
+            self.check(event);
+        }
+    }
+
+    fn check(&mut self, event: Event) {
+        match event {
+            Event::Started { id, .. } => {
+                let expected = self.live.get_mut(&id).expect("no event after the terminal one");
+                assert!(!std::mem::replace(&mut expected.started, true), "a request starts once");
+            }
+            Event::PromptLogprobs { id, logprobs } => {
+                assert_eq!(self.live.get_mut(&id).unwrap().prompt_logprobs.take(), Some(logprobs.len()));
+            }
+            Event::Tokens { id, sequence, tokens, .. } => {
+                let expected = self.live.get_mut(&id).expect("no event after the terminal one");
+                assert!(expected.finished[sequence as usize].is_none(), "no token after the end of its sequence");
+                for token in tokens {
+                    expected.check_token(&self.info, sequence, token);
+                }
+            }
+            Event::Finished { id, sequence, reason } => {
+                let expected = self.live.get_mut(&id).expect("no event after the terminal one");
+                expected.check_end(sequence, &reason);
+                assert!(expected.finished[sequence as usize].replace(reason).is_none(), "a sequence ends once");
+            }
+            Event::Done { id, preemptions } => {
+                let expected = self.live.remove(&id).expect("a request is done once");
+                assert!(expected.finished.iter().all(Option::is_some), "all sequences ended before the request did");
+                self.preemptions += preemptions;
+                self.n_done += 1;
+            }
+        }
+    }
+
+    /// Runs until nothing is left; a request that never ends fails the test.
+    fn finish(&mut self) {
+        for _ in 0..20_000 {
+            if self.engine.is_idle() {
+                break;
+            }
+            self.step();
+        }
+        self.step();
+        assert!(self.live.is_empty(), "every request ends");
+        let inspection = self.engine.inspection();
+        assert_eq!(inspection.blocks_in_use, 0, "no block is held when idle");
+    }
+}
+
+impl Expected {
+    fn check_token(&mut self, info: &ExecutorInfo, sequence: u32, token: u32) {
+        let seen = &mut self.seen[sequence as usize];
+        let mut tokens = self.prompt.clone();
+        tokens.extend_from_slice(seen);
+        let seed = Request::sequence_seed(self.params.seed, sequence);
+        let params = SampleParams { seed, ..self.params.clone() };
+        let mut expected = SimExecutor::expected_token(info, &tokens, &params);
+        if seen.len() < self.stop.min_tokens && self.stop.stop_token_ids.contains(&expected) {
+            expected = (expected + 1) % u32::try_from(N_VOCAB).unwrap();
+        }
+        assert_eq!(token, expected, "sequence {sequence} of n = {} at {} tokens", self.n, tokens.len());
+        seen.push(token);
+    }
+
+    fn check_end(&self, sequence: u32, reason: &FinishReason) {
+        let seen = &self.seen[sequence as usize];
+        match reason {
+            FinishReason::Stop { token } => {
+                assert_eq!(*token, seen.last().copied());
+                assert!(self.stop.stop_token_ids.contains(&token.unwrap()));
+            }
+            FinishReason::Length => {
+                let full = self.prompt.len() + seen.len() == MAX_MODEL_LEN;
+                assert!(full || seen.len() == self.stop.max_tokens);
+            }
+            FinishReason::Abort => assert!(self.aborted),
+            FinishReason::Error(e) => panic!("{e}"),
+        }
+    }
+}
+
+/// 2,000 worlds of at least 40 operations each.
+#[test]
+fn random_operations_leak_nothing_and_change_no_token() {
+    let (mut n_operations, mut n_preemptions, mut n_done) = (0, 0, 0);
+    for seed in 0..2_000 {
+        let mut world = World::new(seed);
+        let max_n = world.engine.config().max_num_seqs;
+        for _ in 0..40 {
+            match world.rng.below(10) {
+                0..4 => world.arrive(max_n),
+                4 => world.abort_some(),
+                5 if world.rng.one_in(4) => world.engine.execute(Command::ResetPrefixCache),
+                _ => world.step(),
+            }
+            n_operations += 1;
+        }
+        world.finish();
+        n_preemptions += world.preemptions;
+        n_done += world.n_done;
+    }
+    assert!(n_operations >= 10_000 && n_done > 10_000, "{n_operations} operations, {n_done} requests");
+    assert!(n_preemptions > 1_000, "the worlds are tight enough to preempt: {n_preemptions}");
+}
+
+/// Under a steady stream of later work the first request still ends.
+#[test]
+fn nobody_starves() {
+    for seed in 0..100 {
+        let mut world = World::new(seed);
+        if world.engine.config().policy != SchedulingPolicy::Fcfs {
+            continue;
+        }
+        world.arrive(1);
+        let mut steps = 0;
+        while world.live.contains_key(&RequestId(0)) {
+            world.arrive(1);
+            world.step();
+            steps += 1;
+            assert!(steps < 500, "the first request waits for ever");
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! Read-only maps of whole files, so that weights can be used in place.
+//!
+//! The map is safe as long as nobody shortens the file: a checkpoint that is truncated while it is mapped raises SIGBUS
+//! on the next touch, as with every engine that maps its weights. Replacing the file by rename is fine.
+
+use std::{fs::File, io, ops::Deref, path::Path};
+
+use memmap2::{Advice, Mmap};
+
+/// A file's bytes, mapped read-only.
+#[derive(Debug)]
+pub struct FileMap {
+    // None: the file is empty, which cannot be mapped.
+    map: Option<Mmap>,
+}
+
+impl FileMap {
+    /// Maps the whole file.
+    pub fn open(path: &Path) -> io::Result<Self> {
+        let file = File::open(path)?;
+        if file.metadata()?.len() == 0 {
+            return Ok(Self { map: None });
+        }
+        // SAFETY: the map is private to this value and never written; that others do not shorten the file is a
+        // condition of use (module documentation).
+        let map = unsafe { Mmap::map(&file)? };
+        Ok(Self { map: Some(map) })
+    }
+
+    /// Tells the system that the file is read once from front to back. Only a hint.
+    pub fn advise_sequential(&self) {
+        self.advise(Advice::Sequential);
+    }
+
+    /// Asks the system to read the file ahead now. Only a hint.
+    pub fn advise_willneed(&self) {
+        self.advise(Advice::WillNeed);
+    }
+
+    fn advise(&self, advice: Advice) {
+        if let Some(map) = &self.map {
+            // A refused hint costs speed, not correctness.
+            let _ = map.advise(advice);
+        }
+    }
+}
+
+impl Deref for FileMap {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.map.as_deref().unwrap_or(&[])
+    }
+}

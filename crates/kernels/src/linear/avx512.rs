@@ -1,0 +1,239 @@
+//! The kernels for AVX-512 with VNNI: `vpdpbusd` adds four products per lane, so one instruction is 16 outputs × 4 columns.
+//!
+//! It takes unsigned by signed bytes; signed 8-bit quants are taken as `q + 128`, and `128 * S` is taken off the exact sum.
+
+// Loops over rows and halves index several register arrays at once.
+#![allow(clippy::needless_range_loop)]
+
+use super::avx2;
+use super::kernel::{FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, Source};
+use super::layout::{BLOCK, Kind, PANEL};
+use crate::DType;
+use std::arch::x86_64::*;
+
+/// Functions of this file: all need AVX-512 F, BW, VL and VNNI beside what [`avx2`] needs.
+pub(super) const KERNELS: Kernels = Kernels { tile_rows: 8, quant, float, ..avx2::KERNELS };
+
+fn quant(source: Source, rows: usize) -> QuantKernel {
+    match source {
+        Source::Packed(Kind::U4) => by_rows::<Nibbles>(rows),
+        Source::Packed(Kind::U5) | Source::UnpackedU4 => by_rows::<Bytes<BLOCK>>(rows),
+        Source::Packed(Kind::U6) => by_rows::<Bytes<16>>(rows),
+        Source::Packed(Kind::I8) => by_rows::<Signed>(rows),
+    }
+}
+
+fn by_rows<Q: Quants>(rows: usize) -> QuantKernel {
+    match rows {
+        1 => quant_tile::<Q, 1>,
+        2 => quant_tile::<Q, 2>,
+        3 => quant_tile::<Q, 3>,
+        4 => quant_tile::<Q, 4>,
+        5 => quant_tile::<Q, 5>,
+        6 => quant_tile::<Q, 6>,
+        7 => quant_tile::<Q, 7>,
+        8 => quant_tile::<Q, 8>,
+        _ => unreachable!("at most tile_rows"),
+    }
+}
+
+/// Quants of a block, two groups of 4 columns at a time.
+trait Quants {
+    const SUB_LEN: usize;
+    const BLOCK_BYTES: usize;
+    const SIGNED: bool = false;
+
+    /// Pair `pair` of the block at `block`: 16 outputs × 4 columns each, unsigned.
+    ///
+    /// # Safety
+    /// AVX-512 BW; the block is readable.
+    unsafe fn load(block: *const u8, pair: usize) -> [__m512i; 2];
+}
+
+struct Nibbles;
+struct Bytes<const SUB_LEN: usize>;
+struct Signed;
+
+impl Quants for Nibbles {
+    const SUB_LEN: usize = BLOCK;
+    const BLOCK_BYTES: usize = Kind::U4.block_bytes();
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load(block: *const u8, pair: usize) -> [__m512i; 2] {
+        let mask = _mm512_set1_epi8(15);
+        // SAFETY: 64 bytes of the block.
+        let packed = unsafe { _mm512_loadu_si512(block.add(64 * pair).cast()) };
+        [_mm512_and_si512(packed, mask), _mm512_and_si512(_mm512_srli_epi16::<4>(packed), mask)]
+    }
+}
+
+impl<const S: usize> Quants for Bytes<S> {
+    const SUB_LEN: usize = S;
+    const BLOCK_BYTES: usize = PANEL * BLOCK;
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load(block: *const u8, pair: usize) -> [__m512i; 2] {
+        // SAFETY: 128 bytes of the block.
+        std::array::from_fn(|g| unsafe { _mm512_loadu_si512(block.add(128 * pair + 64 * g).cast()) })
+    }
+}
+
+impl Quants for Signed {
+    const SUB_LEN: usize = BLOCK;
+    const BLOCK_BYTES: usize = PANEL * BLOCK;
+    const SIGNED: bool = true;
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load(block: *const u8, pair: usize) -> [__m512i; 2] {
+        // SAFETY: by this function's own condition.
+        let signed = unsafe { <Bytes<BLOCK>>::load(block, pair) };
+        signed.map(|q| _mm512_xor_si512(q, _mm512_set1_epi8(-128)))
+    }
+}
+
+/// See [`super::kernel`] for what it computes.
+///
+/// # Safety
+/// As [`QuantKernel`], for `M` rows.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
+    debug_assert_eq!(tile.rows, M);
+    let n_subs = BLOCK / Q::SUB_LEN;
+    let n_pairs = Q::SUB_LEN / 8;
+    // SAFETY: all accesses are within the tile's extents, which the caller vouches for.
+    unsafe {
+        let mut acc: [__m512; M] = std::array::from_fn(|r| _mm512_loadu_ps(tile.acc.add(r * PANEL)));
+        for b in 0..tile.n_blocks {
+            tile.prefetch_share(b);
+            for s in 0..n_subs {
+                let sub = b * n_subs + s;
+                let block = tile.quants.add(b * Q::BLOCK_BYTES);
+                let x = tile.x.add(sub * Q::SUB_LEN * M);
+                let mut sums = [_mm512_setzero_si512(); M];
+                for pair in 0..n_pairs {
+                    for (g, w) in Q::load(block, s * n_pairs + pair).into_iter().enumerate() {
+                        for (r, sum) in sums.iter_mut().enumerate() {
+                            let group = x.add(((2 * pair + g) * M + r) * 4);
+                            let x = _mm512_set1_epi32(group.cast::<i32>().read_unaligned());
+                            *sum = _mm512_dpbusd_epi32(*sum, w, x);
+                        }
+                    }
+                }
+                let d = _mm512_loadu_ps(tile.d.add(sub * PANEL));
+                let m = _mm512_loadu_ps(tile.m.add(sub * PANEL));
+                for r in 0..M {
+                    let x_scale = _mm512_set1_ps(*tile.x_scale.add(b * M + r));
+                    let x_sum = _mm512_set1_ps(*tile.x_sum.add(sub * M + r));
+                    let sum = _mm512_cvtepi32_ps(sums[r]);
+                    let u = if Q::SIGNED {
+                        // Exact: all three are integers below 2^24.
+                        _mm512_mul_ps(d, _mm512_fnmadd_ps(_mm512_set1_ps(128.0), x_sum, sum))
+                    } else {
+                        _mm512_fmadd_ps(d, sum, _mm512_mul_ps(m, x_sum))
+                    };
+                    acc[r] = _mm512_fmadd_ps(x_scale, u, acc[r]);
+                }
+            }
+        }
+        for (r, acc) in acc.iter().enumerate() {
+            _mm512_storeu_ps(tile.acc.add(r * PANEL), *acc);
+        }
+    }
+}
+
+fn float(dtype: DType, rows: usize) -> FloatKernel {
+    match dtype {
+        DType::F32 => float_by_rows::<F32>(rows),
+        DType::F16 => float_by_rows::<F16>(rows),
+        DType::Bf16 => float_by_rows::<Bf16>(rows),
+        _ => unreachable!("a block format"),
+    }
+}
+
+fn float_by_rows<F: Float>(rows: usize) -> FloatKernel {
+    match rows {
+        1 => float_tile::<F, 1>,
+        2 => float_tile::<F, 2>,
+        3 => float_tile::<F, 3>,
+        4 => float_tile::<F, 4>,
+        5 => float_tile::<F, 5>,
+        6 => float_tile::<F, 6>,
+        7 => float_tile::<F, 7>,
+        8 => float_tile::<F, 8>,
+        _ => unreachable!("at most tile_rows"),
+    }
+}
+
+/// A float format.
+trait Float {
+    const BYTES: usize;
+
+    /// Sixteen values as f32.
+    ///
+    /// # Safety
+    /// AVX-512 F; the values are readable.
+    unsafe fn load(from: *const u8) -> __m512;
+}
+
+struct F32;
+struct F16;
+struct Bf16;
+
+impl Float for F32 {
+    const BYTES: usize = 4;
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(from: *const u8) -> __m512 {
+        // SAFETY: by this function's own condition; the load needs no alignment.
+        unsafe { _mm512_loadu_ps(from.cast()) }
+    }
+}
+
+impl Float for F16 {
+    const BYTES: usize = 2;
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(from: *const u8) -> __m512 {
+        // SAFETY: as above.
+        _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(from.cast()) })
+    }
+}
+
+impl Float for Bf16 {
+    const BYTES: usize = 2;
+
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    unsafe fn load(from: *const u8) -> __m512 {
+        // SAFETY: as above.
+        let words = unsafe { _mm256_loadu_si256(from.cast()) };
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(words)))
+    }
+}
+
+/// `acc = fma(w, x, acc)` over the columns in order.
+///
+/// # Safety
+/// As [`FloatKernel`], for `M` rows.
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn float_tile<F: Float, const M: usize>(tile: &FloatTile) {
+    debug_assert_eq!(tile.rows, M);
+    // SAFETY: all accesses are within the tile's extents, which the caller vouches for.
+    unsafe {
+        let mut acc: [__m512; M] = std::array::from_fn(|r| _mm512_loadu_ps(tile.acc.add(r * PANEL)));
+        for k in 0..tile.n_cols {
+            let w = F::load(tile.weights.add(k * PANEL * F::BYTES));
+            for (r, acc) in acc.iter_mut().enumerate() {
+                *acc = _mm512_fmadd_ps(w, _mm512_set1_ps(*tile.x.add(r * tile.x_stride + k)), *acc);
+            }
+        }
+        for (r, acc) in acc.iter().enumerate() {
+            _mm512_storeu_ps(tile.acc.add(r * PANEL), *acc);
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! The inner kernels' contract: what a tile is, and which code serves an instruction set.
+//!
+//! A *tile* is up to [`Kernels::tile_rows`] activation rows against one panel (16 outputs) over a run of columns. It adds
+//! to f32 accumulators `[row][16]`. For each (row, output) the float operations and their order are the same whatever the
+//! tile's number of rows, which is what makes a row's result independent of its batch:
+//!
+//! `u = fma(d, I, m * S)`, `acc = fma(s, u, acc)` per block of 32 columns (two `u` and two steps where sub-blocks have 16),
+//! with `I` the exact integer sum of `q * x`, `S` that of `x`, and `s` the activation scale.
+
+use super::activations::ActivationTileMut;
+use super::layout::{Format, Kind, PANEL};
+use super::portable;
+use crate::DType;
+use crate::cpu::Isa;
+
+/// One quantized tile. Row `r` of `rows`, interleaved: group of 4 columns `g` at `x[4 * (g * rows + r)]`, scale of block `b`
+/// at `x_scale[b * rows + r]`, sum of sub-block `s` at `x_sum[s * rows + r]`.
+pub(super) struct QuantTile {
+    pub rows: usize,
+    /// The panel's quants, from the first block on.
+    pub quants: *const u8,
+    /// `[sub-block][16]`.
+    pub d: *const f32,
+    /// `[sub-block][16]`.
+    pub m: *const f32,
+    pub x: *const i8,
+    pub x_scale: *const f32,
+    pub x_sum: *const f32,
+    /// Blocks of 32 columns.
+    pub n_blocks: usize,
+    /// Memory that will be wanted next: `prefetch_bytes` for each block, brought to the cache meanwhile. Never read, so any
+    /// address will do; null: none.
+    pub prefetch: *const u8,
+    pub prefetch_bytes: usize,
+    /// `[row][16]`, read and written.
+    pub acc: *mut f32,
+}
+
+#[cfg(target_arch = "x86_64")]
+impl QuantTile {
+    /// Prefetches block `b`'s share. With few rows a panel is used as fast as memory delivers it, and the processor's own
+    /// prefetcher stops at each page.
+    #[inline(always)]
+    pub(super) fn prefetch_share(&self, b: usize) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        if !self.prefetch.is_null() {
+            for line in 0..self.prefetch_bytes.div_ceil(64) {
+                // SAFETY: a prefetch never faults.
+                unsafe {
+                    _mm_prefetch::<_MM_HINT_T0>(self.prefetch.wrapping_add(b * self.prefetch_bytes + line * 64).cast());
+                }
+            }
+        }
+    }
+}
+
+/// One float tile; row `r` of the activations begins at `x + r * x_stride`.
+pub(super) struct FloatTile {
+    pub rows: usize,
+    /// The panel `[column][16]`, from the first column on.
+    pub weights: *const u8,
+    pub x: *const f32,
+    pub x_stride: usize,
+    pub n_cols: usize,
+    /// `[row][16]`, read and written.
+    pub acc: *mut f32,
+}
+
+/// How a kernel finds its quants.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Source {
+    /// As packed.
+    Packed(Kind),
+    /// 4-bit quants unpacked to a byte each by `Kernels::unpack_nibbles`.
+    UnpackedU4,
+}
+
+/// Runs a tile.
+///
+/// # Safety
+/// The instruction set is available, and all pointers are valid for the extents that the tile's fields imply.
+pub(super) type QuantKernel = unsafe fn(&QuantTile);
+/// As [`QuantKernel`].
+pub(super) type FloatKernel = unsafe fn(&FloatTile);
+
+/// The code of one instruction set. All functions need it to be available.
+pub(super) struct Kernels {
+    /// Rows of a full tile; the last tile of a batch may have fewer.
+    pub tile_rows: usize,
+    /// The kernel for tiles of so many rows.
+    pub quant: fn(Source, usize) -> QuantKernel,
+    /// As `quant`.
+    pub float: fn(DType, usize) -> FloatKernel,
+    /// Scales of the given scale area to `d` and `m`, `[sub-block][16]`.
+    pub expand_scales: unsafe fn(Format, &[u8], &mut [f32], &mut [f32]),
+    /// Each 64 bytes to 64 low, then 64 high nibbles.
+    pub unpack_nibbles: unsafe fn(&[u8], &mut [u8]),
+    /// Row `r` of the rows (the last argument) of a tile; see [`super::activations`].
+    pub quantize_row: unsafe fn(&[f32], &mut ActivationTileMut<'_>, usize, usize),
+}
+
+impl Kernels {
+    pub(super) fn of(isa: Isa) -> &'static Self {
+        match isa {
+            Isa::Portable => &portable::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => &super::avx2::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => &super::avx512::KERNELS,
+            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx2 | Isa::Avx512 => unreachable!("not available here"),
+        }
+    }
+}
+
+/// [`Kernels::expand_scales`] over a way to turn 16 f16 into f32; inlined into each instruction set's function.
+#[inline(always)]
+pub(super) fn expand_scales(
+    format: Format,
+    scales: &[u8],
+    d: &mut [f32],
+    m: &mut [f32],
+    halves: impl Fn(&[u8; 32]) -> [f32; PANEL],
+) {
+    use super::layout::Scales;
+    let per_record = format.scales.record_cols() / format.kind.sub_len() * PANEL;
+    let zero = f32::from(format.zero);
+    let records = scales.chunks_exact(format.scales.record_bytes());
+    for ((record, d), m) in records.zip(d.chunks_exact_mut(per_record)).zip(m.chunks_exact_mut(per_record)) {
+        let lines = record.as_chunks::<32>().0;
+        let scale = halves(&lines[0]);
+        let (d, m) = (d.as_chunks_mut::<PANEL>().0, m.as_chunks_mut::<PANEL>().0);
+        match format.scales {
+            Scales::Half => {
+                d[0] = scale;
+                m[0] = scale.map(|scale| -zero * scale);
+            }
+            Scales::HalfMin => {
+                d[0] = scale;
+                m[0] = halves(&lines[1]);
+            }
+            Scales::K4 => {
+                let min = halves(&lines[1]);
+                for ((line, d), m) in lines[2..].iter().zip(d).zip(m) {
+                    *d = std::array::from_fn(|o| scale[o] * f32::from(line[o]));
+                    *m = std::array::from_fn(|o| -(min[o] * f32::from(line[PANEL + o])));
+                }
+            }
+            Scales::K6 => {
+                for ((line, d), m) in record[32..].as_chunks::<PANEL>().0.iter().zip(d).zip(m) {
+                    *d = std::array::from_fn(|o| scale[o] * f32::from(line[o].cast_signed()));
+                    *m = d.map(|d| -zero * d);
+                }
+            }
+        }
+    }
+}
+
+/// [`Kernels::unpack_nibbles`]; inlined into each instruction set's function.
+#[inline(always)]
+pub(super) fn unpack_nibbles(packed: &[u8], out: &mut [u8]) {
+    for (pair, out) in packed.as_chunks::<64>().0.iter().zip(out.as_chunks_mut::<128>().0) {
+        let (low, high) = out.split_at_mut(64);
+        for ((byte, low), high) in pair.iter().zip(low).zip(high) {
+            *low = byte & 15;
+            *high = byte >> 4;
+        }
+    }
+}

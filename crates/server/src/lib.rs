@@ -25,5 +25,5 @@ pub use ambient::Ambient;
 pub use config::ServerConfig;
 pub use error::ServiceError;
 pub use link::{ReportReceiver, report_channel};
-pub use model::{Capacity, GenerationDefaults, ModelContext};
+pub use model::{Capacity, ModelContext};
 pub use server::Server;

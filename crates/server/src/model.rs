@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kwire_engine::model::checkpoint::GenerationDefaults;
 use kwire_protocol::openai::models::{ModelCard, ModelList};
 
 use crate::text::{ChatTemplate, Tokenizer};
@@ -26,23 +27,6 @@ pub struct ModelContext {
     pub generation: GenerationDefaults,
     /// What the engine can hold.
     pub capacity: Capacity,
-}
-
-/// Sampling defaults of the checkpoint.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct GenerationDefaults {
-    /// See the request field.
-    pub temperature: Option<f32>,
-    /// See the request field.
-    pub top_p: Option<f32>,
-    /// See the request field; 0: all.
-    pub top_k: Option<u32>,
-    /// See the request field.
-    pub min_p: Option<f32>,
-    /// See the request field.
-    pub repetition_penalty: Option<f32>,
-    /// Bounds `max_tokens` where the request names none.
-    pub max_new_tokens: Option<u32>,
 }
 
 /// What the engine can hold.

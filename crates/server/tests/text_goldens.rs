@@ -220,3 +220,15 @@ fn windows_decode_as_tables_do() {
     assert_eq!(stream(&tokenizer, &[], &ids, true).concat(), tokenizer.decode(&ids, true).unwrap());
     assert_eq!(stream(&tokenizer, &[3], &[1, 2], true), [" hello", "ing", ""]);
 }
+
+#[test]
+fn the_first_token_as_configured() {
+    let bos = |add: bool| {
+        let tokenizer = Tokenizer::from_file(&fixtures("tokenizers/llama-spm.tokenizer.json")).unwrap();
+        tokenizer.with_bos(1, add)
+    };
+    let bare = bos(true).encode("hello", false).unwrap();
+    assert_eq!(bos(false).encode("hello", true).unwrap(), bare);
+    let (ids, ends) = bos(true).encode_with_ends("hello", true).unwrap();
+    assert_eq!((&ids[..], ends.len()), (&[&[1], &bare[..]].concat()[..], ids.len()));
+}

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kwire_engine::model::checkpoint::GenerationDefaults;
 use kwire_engine::{PrefixTag, Request, RequestId, SampleParams, StopParams};
 use kwire_protocol::openai::{Common, FieldError};
 use kwire_protocol::resume::Resume;
@@ -9,7 +10,6 @@ use kwire_protocol::resume::Resume;
 use super::{Envelope, Service};
 use crate::config::GenerationConfig;
 use crate::error::ServiceError;
-use crate::model::GenerationDefaults;
 use crate::text::StopSet;
 
 /// vLLM draws no colder than this (`_MAX_TEMP`), unless greedily: below, softmax overflows.

@@ -1,5 +1,6 @@
 //! Text work: tokens to text and back, templates, stop strings. Knows no HTTP and no engine.
 
+pub mod assets;
 pub mod clock;
 pub mod detokenize;
 pub mod gguf_vocab;

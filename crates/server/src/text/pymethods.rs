@@ -127,6 +127,26 @@ pub fn round(value: &Value, precision: Option<i32>, method: Option<&str>) -> Res
     } / scale)
 }
 
+/// `indent`: lines after the first, those without text only if `blank`.
+pub fn indent(text: &str, width: Option<Value>, first: Option<bool>, blank: Option<bool>) -> String {
+    let indention = match &width {
+        Some(width) if width.as_str().is_some() => width.to_string(),
+        Some(width) => " ".repeat(usize::try_from(width.clone()).unwrap_or(0).min(1 << 10)),
+        None => " ".repeat(4),
+    };
+    let mut out = if first.unwrap_or(false) { indention.clone() } else { String::new() };
+    for (i, line) in text.split('\n').enumerate() {
+        if i > 0 {
+            out.push('\n');
+            if !line.is_empty() || blank.unwrap_or(false) {
+                out.push_str(&indention);
+            }
+        }
+        out.push_str(line);
+    }
+    out
+}
+
 /// `length`: undefined values have none.
 pub fn length(value: &Value) -> Result<usize, Error> {
     if value.is_undefined() {

@@ -213,6 +213,7 @@ fn environment() -> Environment<'static> {
     }
     env.add_filter("list", pymethods::list);
     env.add_filter("int", pymethods::int);
+    env.add_filter("indent", pymethods::indent);
     env.add_filter("round", pymethods::round);
     env.add_filter("title", pymethods::title_filter);
     env.add_filter("float", pymethods::float);

@@ -33,6 +33,8 @@ pub struct Tokenizer {
     bytes: Option<TokenBytes>,
     special: Vec<bool>,
     longest_token: usize,
+    /// The first token of a text, and whether it is there; `None`: as the tokenizer itself does it.
+    bos: Option<(u32, bool)>,
 }
 
 impl TokenBytes {
@@ -71,20 +73,46 @@ impl Tokenizer {
         let bytes = token_bytes(&inner, n_tokens);
         let name_len = |id| inner.id_to_token(id).map_or(0, |name| name.len());
         let longest_token = (0..n_tokens as u32).map(name_len).max().unwrap_or(1).max(1);
-        Self { inner, bytes, special, longest_token }
+        Self { inner, bytes, special, longest_token, bos: None }
+    }
+
+    /// The same tokenizer, which puts `bos` before a text, or does not.
+    pub fn with_bos(self, bos: u32, add: bool) -> Self {
+        Self { bos: Some((bos, add)), ..self }
+    }
+
+    /// What [`Self::with_bos`] asks for, done to the tokens of a text.
+    fn fix_bos<T>(&self, special: bool, ids: &mut Vec<u32>, ends: &mut Vec<T>, zero: T) {
+        match self.bos {
+            Some((bos, true)) if special && ids.first() != Some(&bos) => {
+                ids.insert(0, bos);
+                ends.insert(0, zero);
+            }
+            Some((bos, false)) if special && ids.first() == Some(&bos) => {
+                ids.remove(0);
+                if !ends.is_empty() {
+                    ends.remove(0);
+                }
+            }
+            _ => {}
+        }
     }
 
     /// The tokens of `text`; with `special`, those that the tokenizer puts around a text, too.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TokenizerError> {
         let encoding = self.inner.encode_fast(text, special).map_err(|e| TokenizerError::Encode(e.to_string()))?;
-        Ok(encoding.get_ids().to_vec())
+        let mut ids = encoding.get_ids().to_vec();
+        self.fix_bos(special, &mut ids, &mut Vec::new(), ());
+        Ok(ids)
     }
 
     /// The tokens of `text`, and for each the byte of `text` where it ends (0 for tokens that were added).
     pub fn encode_with_ends(&self, text: &str, special: bool) -> Result<(Vec<u32>, Vec<usize>), TokenizerError> {
         let encoding = self.inner.encode(text, special).map_err(|e| TokenizerError::Encode(e.to_string()))?;
-        let ends = encoding.get_offsets().iter().map(|&(_, end)| end).collect();
-        Ok((encoding.get_ids().to_vec(), ends))
+        let mut ends = encoding.get_offsets().iter().map(|&(_, end)| end).collect();
+        let mut ids = encoding.get_ids().to_vec();
+        self.fix_bos(special, &mut ids, &mut ends, 0);
+        Ok((ids, ends))
     }
 
     /// The text of `ids` as a text of its own.

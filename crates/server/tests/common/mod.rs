@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
+use kwire_engine::model::checkpoint::GenerationDefaults;
 use kwire_engine::{
     Command, EngineHandle, Event, FinishReason, Inspection, ReportSink, Request, RequestId, StepReport, StepStats,
     TokenLogprobs,
 };
 use kwire_server::text::template::ContentFormat;
 use kwire_server::text::{ChatTemplate, Tokenizer};
-use kwire_server::{Ambient, Capacity, GenerationDefaults, ModelContext, Server, ServerConfig, report_channel};
+use kwire_server::{Ambient, Capacity, ModelContext, Server, ServerConfig, report_channel};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

@@ -113,6 +113,14 @@ async fn junk_on_the_wire() {
     );
     let length = [("content-type", "application/json"), ("content-length", "99999999999")];
     assert_eq!(request(fixture.address, "POST", CHAT, &length, None).await.status, 413);
+    let mut small = ServerConfig::default();
+    small.limits.body_bytes = 100;
+    let narrow = Fixture::with(small, |_| Script::of(vec![])).await;
+    let chunked = [("content-type", "application/json"), ("transfer-encoding", "chunked")];
+    let mut connection = common::send(narrow.address, "POST", CHAT, &chunked, None).await;
+    let piece = format!("65\r\n{}\r\n", "x".repeat(101));
+    tokio::io::AsyncWriteExt::write_all(&mut connection, piece.as_bytes()).await.unwrap();
+    assert_eq!(read_answer(connection).await.status, 413, "the bound holds without a declared length");
     assert_eq!(fixture.get(CHAT).await.status, 405);
     let missing = fixture.get("/v1/nothing").await;
     assert_eq!((missing.status, missing.json()["error"]["type"].as_str().unwrap()), (404, "NotFoundError"));

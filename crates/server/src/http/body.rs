@@ -1,10 +1,11 @@
 //! Reading a JSON body, within bounds of size and time.
 
-use std::error::Error as _;
 use std::time::Duration;
 
 use axum::body::Body;
 use axum::http::{HeaderMap, header};
+use bytes::{Bytes, BytesMut};
+use futures::StreamExt;
 use serde_json::Value;
 
 use super::error::ApiError;
@@ -26,17 +27,23 @@ pub async fn read_json(
     if length.is_some_and(|length| length > limits.body_bytes) {
         return Err(ApiError::BodyTooLarge(limits.body_bytes));
     }
-    let read = axum::body::to_bytes(body, limits.body_bytes);
-    let bytes = match tokio::time::timeout(Duration::from_secs_f64(limits.body_timeout_s), read).await {
-        Err(_) => return Err(ApiError::BodyTimeout),
-        // `to_bytes` wraps the error of the limited body, which says "length limit exceeded".
-        Ok(Err(error)) if error.source().is_some_and(|e| e.to_string().contains("length limit")) => {
-            return Err(ApiError::BodyTooLarge(limits.body_bytes));
-        }
-        Ok(Err(_)) => return Err(ApiError::BodyBroken),
-        Ok(Ok(bytes)) => bytes,
-    };
+    let read = tokio::time::timeout(Duration::from_secs_f64(limits.body_timeout_s), collect(body, limits.body_bytes));
+    let bytes = read.await.unwrap_or(Err(ApiError::BodyTimeout))?;
     Ok(parse_json(pool, bytes).await?)
+}
+
+/// All of a body, up to `limit` bytes.
+async fn collect(body: Body, limit: usize) -> Result<Bytes, ApiError> {
+    let mut stream = body.into_data_stream();
+    let mut whole = BytesMut::new();
+    while let Some(piece) = stream.next().await {
+        let piece = piece.map_err(|_| ApiError::BodyBroken)?;
+        if whole.len() + piece.len() > limit {
+            return Err(ApiError::BodyTooLarge(limit));
+        }
+        whole.extend_from_slice(&piece);
+    }
+    Ok(whole.freeze())
 }
 
 /// JSON by its type, or without any type. Forms are refused, so that no web page can post here unseen.

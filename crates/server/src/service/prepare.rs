@@ -151,7 +151,7 @@ impl Service {
     pub(crate) fn finish_prompt(
         &self,
         mut tokens: Vec<u32>,
-        tags: Vec<PrefixTag>,
+        mut tags: Vec<PrefixTag>,
         truncate: Option<i64>,
         param: &str,
     ) -> Result<PreparedPrompt, ServiceError> {
@@ -174,6 +174,7 @@ impl Service {
                 return Ok(PreparedPrompt { tokens: tokens.into(), ..PreparedPrompt::default() });
             }
         }
+        tags.sort_by_key(|tag| tag.end_token); // a promise of the engine's interface, not the gateway's to break
         Ok(PreparedPrompt { tokens: tokens.into(), tags, text: None })
     }
 

@@ -1,7 +1,9 @@
 //! Methods of Python's strings that templates call and `minijinja-contrib` lacks, and filters that treat undefined
 //! values as Jinja does.
 
-use minijinja::value::{Value, ValueKind};
+#![allow(clippy::needless_pass_by_value, reason = "filters take their arguments so")]
+
+use minijinja::value::{Kwargs, Rest, Value, ValueKind, from_args};
 use minijinja::{Error, ErrorKind, State};
 
 /// Called for methods that a value does not have.
@@ -117,34 +119,51 @@ pub fn title_filter(value: &Value) -> String {
 }
 
 /// `round`, half to even as Python does it; `ceil` and `floor` by the second argument.
-pub fn round(value: &Value, precision: Option<i32>, method: Option<&str>) -> Result<f64, Error> {
-    let scale = 10_f64.powi(precision.unwrap_or(0));
+pub fn round(value: &Value, args: Rest<Value>) -> Result<f64, Error> {
+    let [precision, method] = arguments(&args, ["precision", "method"])?;
+    let scale = 10_f64.powi(precision.map_or(Ok(0), i32::try_from)?);
     let scaled = f64::try_from(value.clone())? * scale;
-    Ok(match method.unwrap_or("common") {
-        "ceil" => scaled.ceil(),
-        "floor" => scaled.floor(),
+    Ok(match method.as_ref().and_then(Value::as_str) {
+        Some("ceil") => scaled.ceil(),
+        Some("floor") => scaled.floor(),
         _ => scaled.round_ties_even(),
     } / scale)
 }
 
-/// `indent`: lines after the first, those without text only if `blank`.
-pub fn indent(text: &str, width: Option<Value>, first: Option<bool>, blank: Option<bool>) -> String {
+/// The arguments of a filter by position or by name.
+fn arguments<const N: usize>(args: &[Value], names: [&str; N]) -> Result<[Option<Value>; N], Error> {
+    let (positional, named) = from_args::<(&[Value], Kwargs)>(args)?;
+    if positional.len() > N {
+        return Err(Error::from(ErrorKind::TooManyArguments));
+    }
+    let mut out = names.map(|name| named.get::<Value>(name).ok());
+    for (slot, value) in out.iter_mut().zip(positional) {
+        *slot = Some(value.clone());
+    }
+    named.assert_all_used()?;
+    Ok(out)
+}
+
+/// `indent(width=4, first=false, blank=false)`: lines after the first, those without text only if `blank`.
+pub fn indent(text: &str, args: Rest<Value>) -> Result<String, Error> {
+    let [width, first, blank] = arguments(&args, ["width", "first", "blank"])?;
+    let [first, blank] = [first, blank].map(|flag| flag.is_some_and(|flag| flag.is_true()));
     let indention = match &width {
         Some(width) if width.as_str().is_some() => width.to_string(),
         Some(width) => " ".repeat(usize::try_from(width.clone()).unwrap_or(0).min(1 << 10)),
         None => " ".repeat(4),
     };
-    let mut out = if first.unwrap_or(false) { indention.clone() } else { String::new() };
+    let mut out = if first { indention.clone() } else { String::new() };
     for (i, line) in text.split('\n').enumerate() {
         if i > 0 {
             out.push('\n');
-            if !line.is_empty() || blank.unwrap_or(false) {
+            if !line.is_empty() || blank {
                 out.push_str(&indention);
             }
         }
         out.push_str(line);
     }
-    out
+    Ok(out)
 }
 
 /// `length`: undefined values have none.
@@ -165,7 +184,8 @@ pub fn list(value: &Value) -> Result<Value, Error> {
 }
 
 /// `int`: what is not a number is `default`, 0 if not given.
-pub fn int(value: &Value, default: Option<Value>) -> Value {
+pub fn int(value: &Value, args: Rest<Value>) -> Result<Value, Error> {
+    let [default, _base] = arguments(&args, ["default", "base"])?;
     let parsed = match value.as_str() {
         Some(text) => {
             let text = text.trim();
@@ -176,16 +196,17 @@ pub fn int(value: &Value, default: Option<Value>) -> Value {
         }
         None => f64::try_from(value.clone()).ok().map(|float| Value::from(float as i64)),
     };
-    parsed.or(default).unwrap_or_else(|| Value::from(0))
+    Ok(parsed.or(default).unwrap_or_else(|| Value::from(0)))
 }
 
 /// `float`: what is not a number is `default`, 0.0 if not given.
-pub fn float(value: &Value, default: Option<Value>) -> Value {
+pub fn float(value: &Value, args: Rest<Value>) -> Result<Value, Error> {
+    let [default] = arguments(&args, ["default"])?;
     let parsed = match value.as_str() {
         Some(text) => text.trim().parse::<f64>().ok(),
         None => f64::try_from(value.clone()).ok(),
     };
-    parsed.map(Value::from).or(default).unwrap_or_else(|| Value::from(0.0))
+    Ok(parsed.map(Value::from).or(default).unwrap_or_else(|| Value::from(0.0)))
 }
 
 /// `escape`, as MarkupSafe does it.
@@ -207,6 +228,18 @@ pub fn escape(value: &Value) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn arguments_by_name() {
+        let mut env = minijinja::Environment::new();
+        env.add_filter("indent", indent);
+        env.add_filter("round", round);
+        env.add_filter("int", int);
+        let source =
+            "{{ 'a\\nb'|indent(width=2) }} {{ 2.5|round }} {{ 2.44|round(precision=1) }} {{ 'x'|int(default=7) }}";
+        assert_eq!(env.render_str(source, ()).unwrap(), "a\n  b 2.0 2.4 7");
+        assert!(env.render_str("{{ 'x'|int(nothing=7) }}", ()).is_err());
+    }
 
     #[test]
     fn rsplit_as_python() {

@@ -29,6 +29,8 @@ struct Choice {
     expected: u32,
     /// Between the reference's best two logits.
     gap: f32,
+    /// Of our gap between the same two tokens.
+    gap_error: f32,
     /// Greatest error of our logits of these two.
     error: f32,
 }
@@ -48,7 +50,8 @@ fn choices(model: &mut Model, case: &Value) -> Vec<Choice> {
         let ids: Vec<usize> = numbers(&top_ids[i]);
         let errors = ids.iter().zip(&reference).map(|(&id, r)| (ours[id] - r).abs());
         let gap = reference[0] - reference[1];
-        Choice { token: argmax(ours), expected: output[i], gap, error: errors.fold(0.0, f32::max) }
+        let gap_error = (ours[ids[0]] - ours[ids[1]]) - gap;
+        Choice { token: argmax(ours), expected: output[i], gap, gap_error, error: errors.fold(0.0, f32::max) }
     };
     (0..output.len()).map(at).collect()
 }
@@ -63,6 +66,8 @@ fn greedy_tokens_equal_the_reference_but_for_near_ties() {
     let max_error = choices.iter().map(|c| c.error).fold(0.0, f32::max);
     let diverging: Vec<_> = choices.iter().filter(|c| c.token != c.expected).collect();
     let widest = diverging.iter().map(|c| c.gap).fold(0.0, f32::max);
+    let rms = (choices.iter().map(|c| c.gap_error * c.gap_error).sum::<f32>() / choices.len() as f32).sqrt();
+    println!("rms gap error {rms:.4}");
     println!(
         "{} of {} tokens diverge, the widest gap among them is {widest:.4}; the maximum logit error is {max_error:.4}",
         diverging.len(),

@@ -190,14 +190,16 @@ fn read_bandwidth(pool: &mut Pool) -> f64 {
         data.write_bytes(1, BYTES);
         std::slice::from_raw_parts(data.cast(), BYTES / 8)
     };
-    let best = (0..12).map(|_| {
+    // In small steps, each over memory long out of the caches, so that some step is undisturbed.
+    let chunks = data.chunks_exact(data.len() / 32);
+    let best = chunks.clone().chain(chunks).map(|chunk| {
         let start = Instant::now();
         pool.run(|i| {
-            let mine = &data[data.len() / n * i..][..data.len() / n];
+            let mine = &chunk[chunk.len() / n * i..][..chunk.len() / n];
             // One word of each line: the rest of the line comes along, and the loop is bound by nothing else.
             black_box(mine.as_chunks::<8>().0.iter().fold(0, |sum, line| sum | line[0]));
         });
-        BYTES as f64 / start.elapsed().as_nanos() as f64
+        size_of_val(chunk) as f64 / start.elapsed().as_nanos() as f64
     });
     let best = best.fold(0.0, f64::max);
     // SAFETY: allocated above with this layout, and no longer in use.

@@ -15,7 +15,7 @@ pub struct AlignedBuf {
 impl AlignedBuf {
     /// Reserves `len` zeros; `what` names the buffer in the error.
     pub fn zeroed(len: usize, what: &'static str) -> Result<Self, KernelError> {
-        let bytes = len.checked_mul(4).unwrap_or(usize::MAX);
+        let bytes = len.saturating_mul(4);
         Ok(Self { map: reserve(bytes, what)?, len })
     }
 

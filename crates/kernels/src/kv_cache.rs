@@ -26,8 +26,11 @@ pub struct CpuKvCache {
 impl CpuKvCache {
     /// Reserves `n_blocks` zeroed blocks.
     pub fn new(layout: KvLayout, n_blocks: usize) -> Result<Self, KernelError> {
-        assert!(layout.block_len > 0 && layout.block_len % GROUP == 0, "block length must be a multiple of 16");
-        assert!(layout.head_dim > 0 && layout.head_dim % 8 == 0, "head size must be a multiple of 8");
+        assert!(
+            layout.block_len > 0 && layout.block_len.is_multiple_of(GROUP),
+            "block length must be a multiple of 16"
+        );
+        assert!(layout.head_dim > 0 && layout.head_dim.is_multiple_of(8), "head size must be a multiple of 8");
         let bytes = layout.block_bytes().checked_mul(n_blocks).and_then(|b| b.checked_add(TAIL_BYTES));
         let map = reserve(bytes.unwrap_or(usize::MAX), "the KV cache")?;
         Ok(Self { layout, n_blocks, map })

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::SPLIT;
-use super::kernel::{self, GROUPS, ROWS, Split, Tile};
+use super::kernel::{self, GROUPS, ROWS, Split, Tile, stored_rows};
 use crate::aligned::AlignedBuf;
 use crate::cpu::lanes::{Kernel, LANES, Lanes, dispatch};
 use crate::cpu::par::{Disjoint, PerWorker, for_each};
@@ -185,7 +185,7 @@ impl Job<'_> {
 
     /// Floats of one split's results: `o`, `m` and `l` of each row.
     fn partial_len(&self, tile: &TileSpec) -> usize {
-        self.n_rows(tile) * (self.padded + 2)
+        stored_rows(self.n_rows(tile)) * self.padded + 2 * self.n_rows(tile)
     }
 }
 
@@ -203,23 +203,28 @@ impl RunItem<'_> {
     fn run(self, isa: Isa) {
         let (job, tile) = (self.job, &self.tile);
         let (d, padded, n) = (job.args.op.head_dim, job.padded, job.n_rows(tile));
-        let lens = [n * d, n * SPLIT, kernel::converted_len(padded), job.partial_len(tile), job.partial_len(tile)];
+        let lens = [
+            stored_rows(n) * d,
+            stored_rows(n) * kernel::SCORE_STRIDE,
+            kernel::converted_len(padded),
+            job.partial_len(tile),
+            job.partial_len(tile),
+        ];
         let WorkerScratch { floats, visible } = self.scratch;
         let [q, scores, converted, split_result, total] = carve(floats, lens);
         pack_queries(job, tile, q);
-        let mut n_merged = 0;
         for split in self.item.first_split..self.item.end_split {
+            let first = split == self.item.first_split;
             let result = match self.item.partials {
                 // SAFETY: this item alone owns the results of its splits until it counts them as finished.
                 Some(at) => unsafe { self.partials.slice(at, job.partial_len(tile)) },
-                None if n_merged == 0 => &mut *total,
+                None if first => &mut *total,
                 None => &mut *split_result,
             };
             run_split(isa, job, tile, split, Buffers { q, scores, converted, visible }, result);
-            if self.item.partials.is_none() && n_merged > 0 {
+            if self.item.partials.is_none() && !first {
                 dispatch(isa, Merge { n, padded, total, part: split_result });
             }
-            n_merged += 1;
         }
         if let Some(at) = self.item.partials {
             let n_splits = tile.end_split - tile.first_split;
@@ -268,10 +273,12 @@ fn pack_queries(job: &Job<'_>, tile: &TileSpec, q: &mut [f32]) {
     let (d, n) = (op.head_dim, job.n_rows(tile));
     let n_cols = (op.heads + 2 * op.kv_heads) * d;
     let factor = if op.softcap.is_some() { op.scale } else { op.scale * std::f32::consts::LOG2_E };
+    let width = stored_rows(n).min(ROWS);
+    q.fill(0.0);
     for row in 0..n {
         let (token, head) = (tile.first_token + row / job.per_kv, tile.kv_head * job.per_kv + row % job.per_kv);
         let from = &job.qkv[token * n_cols + head * d..][..d];
-        let (first, width) = (row / ROWS * ROWS, ROWS.min(n - row / ROWS * ROWS));
+        let first = row / ROWS * ROWS;
         let to = &mut q[first * d..(first + width) * d];
         for (to, &x) in to.chunks_exact_mut(width).zip(from) {
             to[row - first] = x * factor;
@@ -303,7 +310,7 @@ fn run_split(isa: Isa, job: &Job<'_>, tile: &TileSpec, split: usize, buffers: Bu
         keys[i] = head.wrapping_add(position % layout.block_len / GROUP * group_bytes);
         values[i] = keys[i].wrapping_add(job.cache.value_offset());
     }
-    let (o, ml) = result.split_at_mut(n * job.padded);
+    let (o, ml) = result.split_at_mut(stored_rows(n) * job.padded);
     let (m, l) = ml.split_at_mut(n);
     let split = Split {
         dtype: layout.dtype,
@@ -335,8 +342,8 @@ impl Kernel for Merge<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let Self { n, padded, total, part } = self;
-        let (part_o, part_ml) = part.split_at(n * padded);
-        let (o, ml) = total.split_at_mut(n * padded);
+        let (part_o, part_ml) = part.split_at(stored_rows(n) * padded);
+        let (o, ml) = total.split_at_mut(stored_rows(n) * padded);
         for row in 0..n {
             let (m, part_m) = (ml[row], part_ml[row]);
             // A split in which the row sees nothing changes nothing, and is absent when the row is alone. (With NaN in all
@@ -361,7 +368,7 @@ impl Kernel for Merge<'_> {
 fn write_out(job: &Job<'_>, tile: &TileSpec, total: &[f32], out: &Disjoint<'_, f32>) {
     let op = job.args.op;
     let (d, n) = (op.head_dim, job.n_rows(tile));
-    let (o, ml) = total.split_at(n * job.padded);
+    let (o, ml) = total.split_at(stored_rows(n) * job.padded);
     for row in 0..n {
         let (token, head) = (tile.first_token + row / job.per_kv, tile.kv_head * job.per_kv + row % job.per_kv);
         // SAFETY: each token and head belongs to one tile, written by the one worker that finishes it.

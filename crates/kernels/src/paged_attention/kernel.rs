@@ -4,6 +4,9 @@
 //! taken [`ROWS`] at a time, which fills the registers: rows × vectors of accumulators, fed by one broadcast a row and
 //! one load a vector.
 
+// Indices name the rows and vectors of a register tile, several arrays at a time.
+#![allow(clippy::needless_range_loop)]
+
 use std::marker::PhantomData;
 
 use super::SPLIT;
@@ -14,6 +17,11 @@ use crate::kv_cache::GROUP;
 
 /// Query rows that one kernel call computes at most.
 pub(super) const ROWS: usize = 6;
+/// Floats from a row of scores to the next: a cache line more than a split, as rows that are a power of two apart would
+/// compete for the same sets of the first-level cache.
+pub(super) const SCORE_STRIDE: usize = SPLIT + LANES;
+/// Steps that the inner loops take at a time; head sizes and groups are multiples of it.
+const UNROLL: usize = 4;
 /// Groups of tokens in a split.
 pub(super) const GROUPS: usize = SPLIT / GROUP;
 /// Groups whose values are converted to f32 together, so that they stay in the first-level cache.
@@ -79,11 +87,18 @@ pub(super) struct Split<'a> {
     pub softcap: Option<(f32, f32)>,
 }
 
-/// Buffers of one tile. Rows of `o` take `padded` elements: `head_dim` rounded up to whole vectors.
+/// Rows that the buffers of a tile of `n` query rows hold: a number that the kernels are made for. What they compute for
+/// the rows beyond `n` means nothing.
+pub(super) fn stored_rows(n: usize) -> usize {
+    if n <= 4 { n } else { n.next_multiple_of(ROWS) }
+}
+
+/// Buffers of one tile, of [`stored_rows`] rows each; `m` and `l` have a value for each query row. Rows of `o` take
+/// `padded` elements: `head_dim` rounded up to whole vectors.
 pub(super) struct Tile<'a> {
-    /// Packed queries, scaled: blocks of up to [`ROWS`] rows, `[head_dim][rows]` each.
+    /// Packed queries, scaled: blocks of up to [`ROWS`] rows, `[head_dim][rows]` each; rows beyond the queries are zero.
     pub q: &'a [f32],
-    /// Scores, then weights: `rows × SPLIT`.
+    /// Scores, then weights: `rows × SCORE_STRIDE`.
     pub scores: &'a mut [f32],
     /// Converted keys or values: `VALUE_GROUPS * 16 * padded`.
     pub converted: &'a mut [f32],
@@ -102,8 +117,8 @@ pub(super) fn converted_len(padded: usize) -> usize {
 }
 
 impl Tile<'_> {
-    fn n_rows(&self) -> usize {
-        self.m.len()
+    fn stored_rows(&self) -> usize {
+        stored_rows(self.m.len())
     }
 }
 
@@ -130,19 +145,20 @@ impl<E: Element> Kernel for RunSplit<'_, E> {
         tile.o.fill(0.0);
         // SAFETY: the promise of `run_split`'s caller. Conversion pays where several blocks of rows read the result.
         unsafe {
-            if tile.n_rows() > ROWS {
+            if tile.stored_rows() > ROWS {
                 scores_converted::<L, E>(split, &mut tile);
                 softmax::<L>(split, &mut tile);
                 values_converted::<L, E>(split, &mut tile);
             } else {
                 let first = split.first_group * GROUP;
                 let scores = tile.scores.as_mut_ptr().add(first);
-                score_rows::<L, E>(tile.n_rows(), split.keys, split.head_dim, tile.q.as_ptr(), scores);
+                let groups = Groups { keys: split.keys, values: Some(split.values) };
+                score_rows::<L, E>(tile.stored_rows(), groups, split.head_dim, tile.q.as_ptr(), scores);
                 softmax::<L>(split, &mut tile);
                 let out = Output { o: tile.o.as_mut_ptr(), padded: tile.padded };
                 let Split { values, head_dim, lo, hi, .. } = *split;
                 let tokens = Tokens { values, stride: head_dim, first, lo, hi };
-                value_rows::<L, E>(tile.n_rows(), &tokens, tile.scores.as_ptr(), out);
+                value_rows::<L, E>(tile.stored_rows(), &tokens, tile.scores.as_ptr(), out);
             }
         }
     }
@@ -156,7 +172,7 @@ impl<E: Element> Kernel for RunSplit<'_, E> {
 unsafe fn scores_converted<L: Lanes, E: Element>(split: &Split<'_>, tile: &mut Tile<'_>) {
     let d = split.head_dim;
     let step = if L::WIDE { 2 } else { 1 };
-    let n_rows = tile.n_rows();
+    let n_rows = tile.stored_rows();
     for (i, groups) in split.keys.chunks(step).enumerate() {
         let converted = tile.converted.as_mut_ptr();
         let mut keys = [converted.cast_const().cast::<u8>(); 2];
@@ -170,10 +186,11 @@ unsafe fn scores_converted<L: Lanes, E: Element>(split: &Split<'_>, tile: &mut T
         }
         let column = (split.first_group + i * step) * GROUP;
         for row in (0..n_rows).step_by(ROWS) {
-            // SAFETY: rows before `row` take `row * d` packed elements and `row * SPLIT` scores.
+            // SAFETY: rows before `row` take `row * d` packed elements and `row * SCORE_STRIDE` scores.
             unsafe {
-                let (q, s) = (tile.q.as_ptr().add(row * d), tile.scores.as_mut_ptr().add(row * SPLIT + column));
-                score_rows::<L, f32>((n_rows - row).min(ROWS), &keys[..groups.len()], d, q, s);
+                let (q, s) = (tile.q.as_ptr().add(row * d), tile.scores.as_mut_ptr().add(row * SCORE_STRIDE + column));
+                let groups = Groups { keys: &keys[..groups.len()], values: None };
+                score_rows::<L, f32>(ROWS, groups, d, q, s);
             }
         }
     }
@@ -185,7 +202,7 @@ unsafe fn scores_converted<L: Lanes, E: Element>(split: &Split<'_>, tile: &mut T
 /// As [`run_split`].
 #[inline(always)]
 unsafe fn values_converted<L: Lanes, E: Element>(split: &Split<'_>, tile: &mut Tile<'_>) {
-    let (d, padded, n_rows) = (split.head_dim, tile.padded, tile.n_rows());
+    let (d, padded, n_rows) = (split.head_dim, tile.padded, tile.stored_rows());
     for (i, groups) in split.values.chunks(VALUE_GROUPS).enumerate() {
         let converted = tile.converted.as_mut_ptr();
         let mut values = [converted.cast_const().cast::<u8>(); VALUE_GROUPS];
@@ -202,10 +219,15 @@ unsafe fn values_converted<L: Lanes, E: Element>(split: &Split<'_>, tile: &mut T
         let first = (split.first_group + i * VALUE_GROUPS) * GROUP;
         let tokens = Tokens { values: &values[..groups.len()], stride: padded, first, lo: split.lo, hi: split.hi };
         for row in (0..n_rows).step_by(ROWS) {
-            // SAFETY: rows before `row` take `row * SPLIT` weights and `row * padded` outputs.
+            // SAFETY: rows before `row` take `row * SCORE_STRIDE` weights and `row * padded` outputs.
             unsafe {
                 let out = Output { o: tile.o.as_mut_ptr().add(row * padded), padded };
-                value_rows::<L, f32>((n_rows - row).min(ROWS), &tokens, tile.scores.as_ptr().add(row * SPLIT), out);
+                value_rows::<L, f32>(
+                    (n_rows - row).min(ROWS),
+                    &tokens,
+                    tile.scores.as_ptr().add(row * SCORE_STRIDE),
+                    out,
+                );
             }
         }
     }
@@ -220,26 +242,46 @@ macro_rules! with_rows {
             3 => $f::<L, E, 3, 2>($($arg),*),
             4 if L::WIDE => $f::<L, E, 4, 2>($($arg),*),
             4 => $f::<L, E, 4, 1>($($arg),*),
-            5 if L::WIDE => $f::<L, E, 5, 2>($($arg),*),
-            5 => $f::<L, E, 5, 1>($($arg),*),
             _ if L::WIDE => $f::<L, E, ROWS, 2>($($arg),*),
             _ => $f::<L, E, ROWS, 1>($($arg),*),
         }
     };
 }
 
-/// Scores of `n <= ROWS` rows against `groups`, stored from `s` on in rows of [`SPLIT`].
+/// Groups of tokens to be scored. Where `values` are given, keys come from memory rather than a cache: the next keys and
+/// these groups' values are then fetched ahead.
+#[derive(Clone, Copy)]
+struct Groups<'a> {
+    keys: &'a [*const u8],
+    values: Option<&'a [*const u8]>,
+}
+
+impl Groups<'_> {
+    /// The `V` groups from `i` on, and what to fetch ahead meanwhile.
+    #[inline(always)]
+    fn block<E, const V: usize>(self, i: usize) -> ([*const E; V], Option<[[*const u8; 2]; V]>) {
+        let (mut keys, mut ahead) = ([std::ptr::null(); V], [[std::ptr::null(); 2]; V]);
+        for v in 0..V {
+            keys[v] = self.keys[i + v].cast();
+            let next = self.keys[(i + V + v).min(self.keys.len() - 1)];
+            ahead[v] = [next, self.values.map_or(next, |values| values[i + v])];
+        }
+        (keys, self.values.map(|_| ahead))
+    }
+}
+
+/// Scores of `n` rows (1 to 4, or [`ROWS`]) against `groups`, stored from `s` on in rows of [`SCORE_STRIDE`].
 ///
 /// # Safety
 /// Each group has `16 * d` elements, `q` is packed `[d][n]`, and `s` has room.
 #[inline(always)]
-unsafe fn score_rows<L: Lanes, E: Element>(n: usize, groups: &[*const u8], d: usize, q: *const f32, s: *mut f32) {
+unsafe fn score_rows<L: Lanes, E: Element>(n: usize, groups: Groups<'_>, d: usize, q: *const f32, s: *mut f32) {
     // SAFETY: the caller's promise; `i` counts groups.
     unsafe {
         if L::TILED {
             with_rows!(n, score_groups(groups, d, q, s))
         } else {
-            for (i, group) in groups.iter().enumerate() {
+            for (i, group) in groups.keys.iter().enumerate() {
                 score_plain::<L, E>(n, group.cast(), d, q, s.add(i * GROUP));
             }
         }
@@ -250,7 +292,7 @@ unsafe fn score_rows<L: Lanes, E: Element>(n: usize, groups: &[*const u8], d: us
 /// As [`score_rows`].
 #[inline(always)]
 unsafe fn score_groups<L: Lanes, E: Element, const R: usize, const V: usize>(
-    groups: &[*const u8],
+    groups: Groups<'_>,
     d: usize,
     q: *const f32,
     s: *mut f32,
@@ -258,12 +300,12 @@ unsafe fn score_groups<L: Lanes, E: Element, const R: usize, const V: usize>(
     let mut i = 0;
     // SAFETY: the caller's promise; `i` counts groups.
     unsafe {
-        while V > 1 && i + V <= groups.len() {
-            score_block::<L, E, R, V>(&groups[i..], d, q, s.add(i * GROUP));
+        while V > 1 && i + V <= groups.keys.len() {
+            score_block::<L, E, R, V>(groups.block(i), d, q, s.add(i * GROUP));
             i += V;
         }
-        while i < groups.len() {
-            score_block::<L, E, R, 1>(&groups[i..], d, q, s.add(i * GROUP));
+        while i < groups.keys.len() {
+            score_block::<L, E, R, 1>(groups.block(i), d, q, s.add(i * GROUP));
             i += 1;
         }
     }
@@ -273,33 +315,34 @@ unsafe fn score_groups<L: Lanes, E: Element, const R: usize, const V: usize>(
 /// As [`score_rows`], for `V` groups.
 #[inline(always)]
 unsafe fn score_block<L: Lanes, E: Element, const R: usize, const V: usize>(
-    groups: &[*const u8],
+    (keys, ahead): ([*const E; V], Option<[[*const u8; 2]; V]>),
     d: usize,
     q: *const f32,
     s: *mut f32,
 ) {
     let mut acc = [[L::splat(0.0); V]; R];
-    let mut keys = [std::ptr::null::<E>(); V];
-    for v in 0..V {
-        keys[v] = groups[v].cast();
-    }
-    // SAFETY: `i < d` bounds every access as the caller promises.
+    let q = aliases::<L, V>(q);
+    // SAFETY: `i < d` bounds every access as the caller promises; head sizes are multiples of 8.
     unsafe {
-        for i in 0..d {
-            let mut k = [L::splat(0.0); V];
-            for v in 0..V {
-                k[v] = E::load(keys[v].add(i * GROUP));
+        for i in (0..d).step_by(UNROLL) {
+            if let Some(ahead) = ahead {
+                let (from, to) = (i * GROUP * size_of::<E>(), (i + UNROLL) * GROUP * size_of::<E>());
+                for stream in ahead.as_flattened() {
+                    (from..to).step_by(64).for_each(|byte| prefetch(stream.wrapping_add(byte)));
+                }
             }
-            for r in 0..R {
-                let q = L::splat(*q.add(i * R + r));
+            for i in i..i + UNROLL {
                 for v in 0..V {
-                    acc[r][v] = q.fma(k[v], acc[r][v]);
+                    let k: L = E::load(keys[v].add(i * GROUP));
+                    for r in 0..R {
+                        acc[r][v] = L::splat(*q[v].add(i * R + r)).fma(k, acc[r][v]);
+                    }
                 }
             }
         }
         for r in 0..R {
             for v in 0..V {
-                acc[r][v].store(s.add(r * SPLIT + v * GROUP));
+                acc[r][v].store(s.add(r * SCORE_STRIDE + v * GROUP));
             }
         }
     }
@@ -318,7 +361,7 @@ unsafe fn score_plain<L: Lanes, E: Element>(n: usize, keys: *const E, d: usize, 
             for i in 0..d {
                 acc = L::splat(*q.add(i * n + r)).fma(E::load(keys.add(i * GROUP)), acc);
             }
-            acc.store(s.add(r * SPLIT));
+            acc.store(s.add(r * SCORE_STRIDE));
         }
     }
 }
@@ -326,12 +369,12 @@ unsafe fn score_plain<L: Lanes, E: Element>(n: usize, keys: *const E, d: usize, 
 /// Turns scores to weights `2^(s - m)`, masked tokens to exact zeros, and fills `m` and `l`.
 ///
 /// # Safety
-/// `tile.scores` has a row of [`SPLIT`] for each row.
+/// `tile.scores` has a row of [`SCORE_STRIDE`] for each row.
 #[inline(always)]
 unsafe fn softmax<L: Lanes>(split: &Split<'_>, tile: &mut Tile<'_>) {
     let groups = split.first_group..split.first_group + split.keys.len();
     for (row, &(lo, hi)) in split.visible.iter().enumerate() {
-        let s = tile.scores.as_mut_ptr().wrapping_add(row * SPLIT);
+        let s = tile.scores.as_mut_ptr().wrapping_add(row * SCORE_STRIDE);
         let (mut max, mut sum) = (L::splat(f32::NEG_INFINITY), L::splat(0.0));
         for g in lo / GROUP..hi.div_ceil(GROUP) {
             // SAFETY: the group lies within the row.
@@ -392,7 +435,7 @@ struct Output {
     padded: usize,
 }
 
-/// Adds the weighted values of `tokens` to `n <= ROWS` rows of `out`; `w` has the weights in rows of [`SPLIT`].
+/// Adds the weighted values of `tokens` to `n` rows (1 to 4, or [`ROWS`]) of `out`; `w` has the weights in rows of [`SCORE_STRIDE`].
 ///
 /// # Safety
 /// Values are readable in whole vectors up to `padded`, and `w` and `out` have `n` rows.
@@ -436,6 +479,7 @@ unsafe fn value_block<L: Lanes, E: Element, const R: usize, const V: usize>(
     out: Output,
 ) {
     let mut acc = [[L::splat(0.0); V]; R];
+    let w = aliases::<L, V>(w);
     // SAFETY: columns, rows and tokens stay within what the caller promises.
     unsafe {
         for r in 0..R {
@@ -447,18 +491,16 @@ unsafe fn value_block<L: Lanes, E: Element, const R: usize, const V: usize>(
             let base = tokens.first + g * GROUP;
             let (from, to) = (tokens.lo.max(base), tokens.hi.min(base + GROUP));
             let mut p = values.cast::<E>().add(from.saturating_sub(base) * tokens.stride + column);
-            for t in from..to {
-                let mut x = [L::splat(0.0); V];
-                for v in 0..V {
-                    x[v] = E::load(p.add(v * LANES));
+            let mut t = from;
+            while t + UNROLL <= to {
+                for _ in 0..UNROLL {
+                    value_token::<L, E, R, V>(&mut acc, p, w.map(|w| w.add(t)));
+                    (t, p) = (t + 1, p.add(tokens.stride));
                 }
-                for r in 0..R {
-                    let w = L::splat(*w.add(r * SPLIT + t));
-                    for v in 0..V {
-                        acc[r][v] = w.fma(x[v], acc[r][v]);
-                    }
-                }
-                p = p.add(tokens.stride);
+            }
+            while t < to {
+                value_token::<L, E, R, V>(&mut acc, p, w.map(|w| w.add(t)));
+                (t, p) = (t + 1, p.add(tokens.stride));
             }
         }
         for r in 0..R {
@@ -467,6 +509,52 @@ unsafe fn value_block<L: Lanes, E: Element, const R: usize, const V: usize>(
             }
         }
     }
+}
+
+/// Adds one token's weighted values, at `p`, to `acc`; its weights are at `w` in rows of [`SCORE_STRIDE`].
+///
+/// # Safety
+/// `V` vectors of values and `R` weights are readable.
+#[inline(always)]
+unsafe fn value_token<L: Lanes, E: Element, const R: usize, const V: usize>(
+    acc: &mut [[L; V]; R],
+    p: *const E,
+    w: [*const f32; V],
+) {
+    for v in 0..V {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x: L = E::load(p.add(v * LANES));
+            for r in 0..R {
+                acc[r][v] = L::splat(*w[v].add(r * SCORE_STRIDE)).fma(x, acc[r][v]);
+            }
+        }
+    }
+}
+
+/// Asks for a cache line; any address is allowed.
+#[inline(always)]
+fn prefetch(p: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch never faults, and SSE is part of x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
+/// The same pointer `V` times; with 16 registers, in a way that the compiler can't see. Factors are then broadcast anew
+/// for each vector, which costs a load; kept between vectors they would push accumulators out to the stack.
+#[inline(always)]
+fn aliases<L: Lanes, const V: usize>(p: *const f32) -> [*const f32; V] {
+    let mut out = [p; V];
+    if !L::WIDE {
+        for alias in &mut out[1..] {
+            *alias = std::hint::black_box(p);
+        }
+    }
+    out
 }
 
 /// As [`value_columns`], without register tiles.
@@ -483,7 +571,7 @@ unsafe fn value_plain<L: Lanes, E: Element>(n: usize, tokens: &Tokens<'_>, w: *c
                 unsafe {
                     let x: L = E::load(tokens.values[group].cast::<E>().add(token * tokens.stride + column));
                     let o = out.o.add(r * out.padded + column);
-                    L::splat(*w.add(r * SPLIT + t)).fma(x, L::load(o)).store(o);
+                    L::splat(*w.add(r * SCORE_STRIDE + t)).fma(x, L::load(o)).store(o);
                 }
             }
         }

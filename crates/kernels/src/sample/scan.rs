@@ -38,19 +38,15 @@ pub(super) fn for_each_above(isa: Isa, logits: &[f32], threshold: f32, push: &mu
     dispatch(isa, Above { logits, threshold, push });
 }
 
-/// Vectors of `x`, the last padded with `fill`, and the index of their first element.
+/// Vector `i` of `x`; beyond the end lanes hold `fill`.
+///
+/// Passes are plain loops over this: a closure per vector would be compiled without the instruction set.
 #[inline(always)]
-fn vectors<L: Lanes>(x: &[f32], fill: f32, mut f: impl FnMut(usize, L) -> bool) {
-    for i in (0..x.len() / LANES * LANES).step_by(LANES) {
-        // SAFETY: sixteen elements from `i` lie within `x`.
-        if !f(i, unsafe { L::load(x.as_ptr().add(i)) }) {
-            return;
-        }
-    }
-    let i = x.len() / LANES * LANES;
-    if i < x.len() {
-        // SAFETY: fewer than sixteen elements are left, and so many are read.
-        f(i, unsafe { L::load_part(x.as_ptr().add(i), x.len() - i, fill) });
+fn vector<L: Lanes>(x: &[f32], i: usize, fill: f32) -> L {
+    let (start, left) = (i * LANES, x.len() - i * LANES);
+    // SAFETY: as many elements as are read are left from `start`.
+    unsafe {
+        if left >= LANES { L::load(x.as_ptr().add(start)) } else { L::load_part(x.as_ptr().add(start), left, fill) }
     }
 }
 
@@ -89,15 +85,14 @@ impl Kernel for Position<'_> {
     type Out = Option<usize>;
     #[inline(always)]
     fn run<L: Lanes>(self) -> Option<usize> {
-        let (value, mut found) = (L::splat(self.1), None);
-        vectors::<L>(self.0, f32::NAN, |i, v| {
-            let bits = v.bits_eq(value);
+        let value = L::splat(self.1);
+        for i in 0..self.0.len().div_ceil(LANES) {
+            let bits = vector::<L>(self.0, i, f32::NAN).bits_eq(value);
             if bits != 0 {
-                found = Some(i + bits.trailing_zeros() as usize);
+                return Some(i * LANES + bits.trailing_zeros() as usize);
             }
-            bits == 0
-        });
-        found
+        }
+        None
     }
 }
 
@@ -108,10 +103,9 @@ impl Kernel for CountAbove<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self) -> usize {
         let (value, mut n) = (L::splat(self.1), 0);
-        vectors::<L>(self.0, f32::NEG_INFINITY, |_, v| {
-            n += v.bits_gt(value).count_ones();
-            true
-        });
+        for i in 0..self.0.len().div_ceil(LANES) {
+            n += vector::<L>(self.0, i, f32::NEG_INFINITY).bits_gt(value).count_ones();
+        }
         n as usize
     }
 }
@@ -130,10 +124,9 @@ impl Kernel for BlockSums<'_> {
         let (max, inv_t) = (L::splat(self.max), L::splat(self.inv_t));
         for block in self.logits.chunks(BLOCK) {
             let mut sum = L::splat(0.0);
-            vectors::<L>(block, f32::NEG_INFINITY, |_, v| {
-                sum = sum.add(v.sub(max).mul(inv_t).exp());
-                true
-            });
+            for i in 0..block.len().div_ceil(LANES) {
+                sum = sum.add(vector::<L>(block, i, f32::NEG_INFINITY).sub(max).mul(inv_t).exp());
+            }
             self.sums.push(f64::from(sum.sum()));
         }
     }
@@ -171,17 +164,16 @@ impl Kernel for Above<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self) {
         let Self { logits, mut threshold, push } = self;
-        vectors::<L>(logits, f32::NEG_INFINITY, |i, v| {
-            let mut bits = v.bits_gt(L::splat(threshold));
+        for i in 0..logits.len().div_ceil(LANES) {
+            let mut bits = vector::<L>(logits, i, f32::NEG_INFINITY).bits_gt(L::splat(threshold));
             while bits != 0 {
-                let index = i + bits.trailing_zeros() as usize;
+                let index = i * LANES + bits.trailing_zeros() as usize;
                 // The threshold may have risen since the comparison.
                 if logits[index] > threshold {
                     threshold = push(index as u32, logits[index]);
                 }
                 bits &= bits - 1;
             }
-            true
-        });
+        }
     }
 }

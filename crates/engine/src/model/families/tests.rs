@@ -243,6 +243,19 @@ fn faulty_values_are_named() {
 }
 
 #[test]
+fn activations() {
+    for (name, activation) in [
+        ("silu", Activation::Silu),
+        ("gelu", Activation::Gelu),
+        ("gelu_pytorch_tanh", Activation::GeluTanh),
+        ("gelu_new", Activation::GeluTanh),
+    ] {
+        let spec = changed("families/llama2/config.json", json!({"hidden_act": name})).unwrap();
+        assert_eq!(spec.layers[0].mlp.activation, activation);
+    }
+}
+
+#[test]
 fn tied_heads_may_be_saved_again() {
     let (spec, names) = from_hf(&config("smollm2-135m-instruct")).unwrap();
     assert!(spec.tied && names.is_ignored("lm_head.weight"));

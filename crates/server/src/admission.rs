@@ -1,0 +1,114 @@
+//! The bounded queue: how many sequences and prompt tokens the server accepts at a time.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::error::Rejection;
+
+/// Locks, also after a panic elsewhere: every critical section of this crate leaves its data whole.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Counts what is accepted and refuses the rest.
+pub struct Admission {
+    max_requests: usize,
+    max_tokens: Option<usize>,
+    in_use: Mutex<InUse>,
+}
+
+#[derive(Default)]
+struct InUse {
+    requests: usize,
+    tokens: usize,
+}
+
+/// A place in the queue; given back when dropped.
+pub struct Permit {
+    admission: Arc<Admission>,
+    requests: usize,
+    tokens: usize,
+}
+
+impl Admission {
+    /// A queue of `max_requests` sequences and `max_tokens` prompt tokens that wait for their first token.
+    pub fn new(max_requests: usize, max_tokens: Option<usize>) -> Arc<Self> {
+        Arc::new(Self { max_requests, max_tokens, in_use: Mutex::default() })
+    }
+
+    /// Sequences accepted at most.
+    pub fn max_requests(&self) -> usize {
+        self.max_requests
+    }
+
+    /// Sequences accepted now.
+    pub fn requests(&self) -> usize {
+        lock(&self.in_use).requests
+    }
+
+    /// A place for `n` sequences.
+    pub fn admit(self: &Arc<Self>, n: usize) -> Result<Permit, Rejection> {
+        let mut in_use = lock(&self.in_use);
+        if in_use.requests + n > self.max_requests {
+            return Err(Rejection::Requests);
+        }
+        in_use.requests += n;
+        Ok(Permit { admission: Arc::clone(self), requests: n, tokens: 0 })
+    }
+}
+
+impl Permit {
+    /// Also counts `n` prompt tokens. A single prompt is accepted on an empty queue, however long.
+    pub fn add_tokens(&mut self, n: usize) -> Result<(), Rejection> {
+        let mut in_use = lock(&self.admission.in_use);
+        if self.admission.max_tokens.is_some_and(|max| in_use.tokens > 0 && in_use.tokens + n > max) {
+            return Err(Rejection::Tokens);
+        }
+        in_use.tokens += n;
+        self.tokens += n;
+        Ok(())
+    }
+
+    /// Splits off a part.
+    pub fn split(&mut self, requests: usize, tokens: usize) -> Permit {
+        assert!(requests <= self.requests && tokens <= self.tokens, "a part is not more than the whole");
+        self.requests -= requests;
+        self.tokens -= tokens;
+        Permit { admission: Arc::clone(&self.admission), requests, tokens }
+    }
+
+    /// The prompt is computed: its tokens no longer wait.
+    pub fn release_tokens(&mut self) {
+        lock(&self.admission.in_use).tokens -= self.tokens;
+        self.tokens = 0;
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut in_use = lock(&self.admission.in_use);
+        in_use.requests -= self.requests;
+        in_use.tokens -= self.tokens;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_are_given_back() {
+        let admission = Admission::new(3, Some(100));
+        let mut first = admission.admit(2).ok().unwrap();
+        assert_eq!(admission.admit(2).err(), Some(Rejection::Requests));
+        first.add_tokens(150).unwrap();
+        let part = first.split(1, 100);
+        let mut second = admission.admit(1).ok().unwrap();
+        assert_eq!(second.add_tokens(1), Err(Rejection::Tokens));
+        drop(part);
+        first.release_tokens();
+        second.add_tokens(100).unwrap();
+        drop((first, second));
+        assert_eq!(admission.requests(), 0);
+        assert_eq!(lock(&admission.in_use).tokens, 0);
+    }
+}

@@ -1,0 +1,57 @@
+//! Why a request is not served. What status each becomes is [`crate::http::error`]'s business.
+
+use kwire_protocol::openai::FieldError;
+
+use crate::text::template::TemplateError;
+use crate::text::tokenizer::TokenizerError;
+
+/// Which bound of admission was reached; the metric's label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rejection {
+    /// `max_num_queued_reqs`
+    Requests,
+    /// `max_num_queued_tokens`
+    Tokens,
+}
+
+impl Rejection {
+    /// vLLM's name for it.
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Requests => "max_num_queued_reqs",
+            Self::Tokens => "max_num_queued_tokens",
+        }
+    }
+}
+
+/// Why a request is not served, or not to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum ServiceError {
+    /// A parameter is wrong.
+    #[error("{0}")]
+    Field(#[from] FieldError),
+    /// Another model is served here.
+    #[error("The model `{0}` does not exist.")]
+    UnknownModel(String),
+    /// The template refused the messages.
+    #[error("{0}")]
+    Template(#[from] TemplateError),
+    /// The text cannot be tokenized.
+    #[error("{0}")]
+    Tokenizer(#[from] TokenizerError),
+    /// The model is not there yet.
+    #[error("The model is still loading.")]
+    Loading,
+    /// The server is about to end.
+    #[error("The server is shutting down.")]
+    Draining,
+    /// Too much is accepted already.
+    #[error("The server is at capacity ({}); try again later.", .0.label())]
+    Overloaded(Rejection),
+    /// The engine failed this request.
+    #[error("{0}")]
+    Engine(String),
+    /// The engine thread is gone.
+    #[error("The engine has stopped.")]
+    EngineStopped,
+}

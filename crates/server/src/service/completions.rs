@@ -1,0 +1,250 @@
+//! `/v1/completions`: prompts in, chunks out.
+
+use std::sync::Arc;
+
+use kwire_protocol::openai::completions::{Completion, CompletionChoice, CompletionRequest, Prompt};
+use kwire_protocol::openai::logprobs::CompletionLogprobs;
+use kwire_protocol::openai::{Common, FieldError};
+use kwire_protocol::prefix::Segment;
+use kwire_protocol::resume::PrefixName;
+
+use super::choice::Delta;
+use super::logprobs::Printer;
+use super::prepare::{PreparedPrompt, Wanted};
+use super::{ChunkSink, Envelope, Generation, Run, Service, chunk_report, prefixes};
+use crate::error::ServiceError;
+
+/// OpenAI's default.
+const DEFAULT_MAX_TOKENS: usize = 16;
+
+/// Completions in the making.
+pub struct CompletionRun {
+    generation: Generation,
+    envelope: Envelope,
+    logprobs: bool,
+    prompt_logprobs: bool,
+    echo: bool,
+    skip_special: bool,
+    /// Per choice: characters of its text so far.
+    offsets: Vec<usize>,
+    deltas: Vec<Delta>,
+}
+
+/// A delta as it is printed: with the prompt in front, where `echo` asks for it.
+struct Printed {
+    delta: Delta,
+    logprobs: Option<CompletionLogprobs>,
+}
+
+impl Service {
+    /// Accepts a request, or says why not. `id_hint` is the client's name for it.
+    pub async fn completions(
+        &self,
+        request: CompletionRequest,
+        id_hint: Option<&str>,
+    ) -> Result<CompletionRun, ServiceError> {
+        let CompletionRequest { common, prompts, max_tokens, echo, logprobs } = request;
+        self.check(&common)?;
+        let n_choices = prompts.len() * common.n as usize;
+        let permit = self.admit(n_choices, if prompts.len() > 1 { "prompt" } else { "n" })?;
+        let envelope = self.envelope(&common, "cmpl", id_hint);
+        let mut plan = self.plan(&common, &envelope, logprobs)?;
+        if echo && logprobs.is_some() {
+            plan.prompt_logprobs = plan.prompt_logprobs.max(logprobs);
+        }
+        let mut max_tokens = max_tokens.unwrap_or(Some(DEFAULT_MAX_TOKENS));
+        if max_tokens == Some(0) {
+            plan.score_only = true;
+            max_tokens = Some(1);
+        }
+        let prepared = match &plan.resume {
+            Some(resume) if prompts.len() == 1 => vec![self.resumed_prompt(resume)?],
+            Some(_) => return Err(FieldError::new("kwire.resume", "Only one prompt can be resumed.").into()),
+            None => self.prompts(prompts, &common).await?,
+        };
+        let wanted = Wanted { max_tokens, field: "max_tokens" };
+        let generation = self.generate(&plan, prepared, wanted, "prompt", permit)?;
+        Ok(CompletionRun {
+            offsets: vec![0; generation.n_choices()],
+            generation,
+            envelope,
+            logprobs: logprobs.is_some(),
+            prompt_logprobs: common.prompt_logprobs.is_some(),
+            echo,
+            skip_special: common.skip_special_tokens,
+            deltas: Vec::new(),
+        })
+    }
+
+    async fn prompts(&self, prompts: Vec<Prompt>, common: &Common) -> Result<Vec<PreparedPrompt>, ServiceError> {
+        let single = prompts.len() == 1;
+        let names = if single { common.internal.prefixes.clone() } else { Vec::new() };
+        let add_special = common.add_special_tokens.unwrap_or(true);
+        let truncate = common.truncate_prompt_tokens;
+        let mut out = Vec::with_capacity(prompts.len());
+        for (i, prompt) in prompts.into_iter().enumerate() {
+            let param = if single { "prompt".to_owned() } else { format!("prompt[{i}]") };
+            out.push(match prompt {
+                Prompt::Text(text) => self.text_prompt(text, add_special, truncate, &names, &param).await?,
+                Prompt::Tokens(tokens) => {
+                    let tag = |name: &PrefixName| kwire_engine::PrefixTag { id: name.id, end_token: name.end };
+                    let fits = names.iter().filter(|name| (1..=tokens.len()).contains(&name.end));
+                    let tags = fits.map(tag).collect();
+                    self.finish_prompt(tokens, tags, truncate, &param)?
+                }
+            });
+        }
+        Ok(out)
+    }
+
+    async fn text_prompt(
+        &self,
+        text: String,
+        add_special: bool,
+        truncate: Option<i64>,
+        names: &[PrefixName],
+        param: &str,
+    ) -> Result<PreparedPrompt, ServiceError> {
+        self.check_text_len(&text, truncate, param)?;
+        let model = Arc::clone(&self.model);
+        let names = names.to_vec();
+        let (text, tokens, tags) = self
+            .pool
+            .run(move || {
+                if names.is_empty() {
+                    let tokens = model.tokenizer.encode(&text, add_special)?;
+                    return Ok::<_, ServiceError>((text, tokens, Vec::new()));
+                }
+                let (tokens, ends) = model.tokenizer.encode_with_ends(&text, add_special)?;
+                let tags = prefixes::tags(&[Segment::Content(&text)], &names, &text, &ends);
+                Ok((text, tokens, tags))
+            })
+            .await?;
+        let prompt = self.finish_prompt(tokens, tags, truncate, param)?;
+        Ok(PreparedPrompt { text: Some(text), ..prompt })
+    }
+}
+
+impl CompletionRun {
+    /// Completes a delta: the prompt in front if it is echoed, and log-probabilities with running offsets.
+    fn printed(&mut self, mut delta: Delta) -> Printed {
+        let tokenizer = Arc::clone(&self.generation.tokenizer);
+        let printer = Printer { tokenizer: &tokenizer, as_ids: self.envelope.tokens_as_ids };
+        let offset = &mut self.offsets[delta.index];
+        let mut logprobs = self.logprobs.then(CompletionLogprobs::default);
+        if self.echo && delta.first {
+            let state = self.generation.prompt_of(delta.index);
+            let tokens = &state.prompt.tokens;
+            let decoded = || tokenizer.decode(tokens, self.skip_special).unwrap_or_default();
+            let prompt = state.prompt.text.clone().unwrap_or_else(decoded);
+            delta.text.insert_str(0, &prompt);
+            if let Some(out) = &mut logprobs {
+                printer.completion_prompt(tokens, &state.logprobs, offset, out);
+            }
+        }
+        if let Some(out) = &mut logprobs {
+            printer.completion(&delta.tokens, &delta.logprobs, offset, out);
+        }
+        Printed { delta, logprobs }
+    }
+
+    fn choice<'a>(&'a self, of: &'a mut Printed) -> CompletionChoice<'a> {
+        let logprobs = of.logprobs.take();
+        let delta = &of.delta;
+        let state = self.generation.prompt_of(delta.index);
+        let printer = Printer { tokenizer: &self.generation.tokenizer, as_ids: self.envelope.tokens_as_ids };
+        let tokens = &state.prompt.tokens;
+        let ids = self.envelope.return_token_ids;
+        CompletionChoice {
+            index: delta.index,
+            text: &delta.text,
+            logprobs,
+            finish_reason: delta.finish.as_ref().map(|finish| finish.reason),
+            stop_reason: delta.finish.as_ref().and_then(|finish| finish.stop.as_ref()),
+            prompt_logprobs: self.prompt_logprobs.then(|| printer.prompt(tokens, &state.logprobs)),
+            token_ids: ids.then_some(&delta.tokens),
+            prompt_token_ids: (ids && delta.first).then_some(tokens),
+        }
+    }
+
+    fn chunk(
+        &self,
+        sink: &mut impl ChunkSink,
+        choices: &[CompletionChoice<'_>],
+        usage: bool,
+        of: Option<&(Vec<u32>, usize, bool)>,
+    ) {
+        let envelope = &self.envelope;
+        let report = of.filter(|_| envelope.report).map(|(tokens, index, first)| {
+            chunk_report(envelope, tokens, &self.generation.prompt_of(*index).prompt.tokens, *first)
+        });
+        sink.chunk(&Completion {
+            id: &envelope.id,
+            object: "text_completion",
+            created: envelope.created,
+            model: &envelope.model,
+            choices,
+            usage: usage.then(|| self.generation.usage(envelope.cached_details)),
+            kwire: report.as_ref(),
+        });
+    }
+}
+
+impl Run for CompletionRun {
+    async fn next(&mut self, sink: &mut (impl ChunkSink + Send)) -> Result<bool, ServiceError> {
+        let mut deltas = std::mem::take(&mut self.deltas);
+        let running = self.generation.next(&mut deltas).await?;
+        for delta in deltas.drain(..) {
+            let mut printed = self.printed(delta);
+            let delta = &printed.delta;
+            let of = self.envelope.report.then(|| (delta.tokens.clone(), delta.index, delta.first));
+            let choice = self.choice(&mut printed);
+            self.chunk(sink, &[choice], self.envelope.continuous_usage, of.as_ref());
+        }
+        self.deltas = deltas;
+        if !running && self.envelope.include_usage {
+            self.chunk(sink, &[], true, None);
+        }
+        Ok(running)
+    }
+
+    async fn collect(mut self, sink: &mut (impl ChunkSink + Send)) -> Result<(), ServiceError> {
+        let mut whole: Vec<Option<Printed>> = Vec::new();
+        whole.resize_with(self.generation.n_choices(), || None);
+        let mut deltas = Vec::new();
+        loop {
+            let running = self.generation.next(&mut deltas).await?;
+            for delta in deltas.drain(..) {
+                let index = delta.index;
+                let printed = self.printed(delta);
+                match &mut whole[index] {
+                    Some(of) => of.append(printed),
+                    none => *none = Some(printed),
+                }
+            }
+            if !running {
+                break;
+            }
+        }
+        let of = self.envelope.report.then(|| whole[0].as_ref().map(|of| (of.delta.tokens.clone(), 0, true)));
+        let choices: Vec<_> = whole.iter_mut().flatten().map(|of| self.choice(of)).collect();
+        self.chunk(sink, &choices, true, of.flatten().as_ref());
+        Ok(())
+    }
+
+    fn seed(&self) -> u64 {
+        self.envelope.seed
+    }
+}
+
+impl Printed {
+    fn append(&mut self, next: Printed) {
+        self.delta.append(next.delta);
+        if let (Some(out), Some(more)) = (&mut self.logprobs, next.logprobs) {
+            out.text_offset.extend(more.text_offset);
+            out.token_logprobs.extend(more.token_logprobs);
+            out.tokens.extend(more.tokens);
+            out.top_logprobs.extend(more.top_logprobs);
+        }
+    }
+}

@@ -70,22 +70,27 @@ impl MemoryPlan {
         })
     }
 
-    /// Everything that is reserved at start.
-    pub fn total_bytes(&self) -> usize {
-        self.weight_bytes + self.activation_bytes + self.cache_bytes
+    /// Bytes of cache that one sequence of `max_model_len` takes.
+    pub fn cache_bytes_for(spec: &DecoderSpec, scheduler: &SchedulerConfig, block_len: usize, dtype: KvDtype) -> usize {
+        let groups = KvGroup::of(spec, block_len, dtype);
+        sequence_bytes(&groups, scheduler.max_model_len, scheduler.max_num_batched_tokens)
     }
 }
 
 /// The largest length that fits, and the bytes that the asked one would take.
 fn too_long(groups: &[KvGroup], scheduler: &SchedulerConfig, cache: CacheConfig) -> ConfigError {
     let step = scheduler.max_num_batched_tokens;
-    let bytes_for = |len: usize| groups.iter().map(|g| g.layout.block_bytes() * g.blocks_for(len, step)).sum::<usize>();
+    let bytes_for = |len: usize| sequence_bytes(groups, len, step);
     let (mut fits, mut above) = (0, scheduler.max_model_len);
     while above - fits > 1 {
         let middle = fits + (above - fits) / 2;
         if bytes_for(middle) <= cache.bytes { fits = middle } else { above = middle }
     }
     ConfigError::ModelLenBeyondCache { len: scheduler.max_model_len, fits, bytes: bytes_for(scheduler.max_model_len) }
+}
+
+fn sequence_bytes(groups: &[KvGroup], len: usize, step: usize) -> usize {
+    groups.iter().map(|g| g.layout.block_bytes() * g.blocks_for(len, step)).sum()
 }
 
 fn weight_bytes<B: Backend>(checkpoint: &Checkpoint) -> usize {

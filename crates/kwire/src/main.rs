@@ -8,13 +8,14 @@ mod chat;
 mod cli;
 mod config;
 mod http;
+mod launch;
 mod models;
 mod serve;
 
 use std::process::ExitCode;
 
 use cli::{Command, Parsed};
-use config::environment::ProcessEnv;
+use config::environment::{Lookup, ProcessEnv};
 
 /// Exit status for a command line that cannot be read, as clap has it.
 const USAGE: u8 = 2;
@@ -43,7 +44,10 @@ fn main() -> ExitCode {
 fn dispatch(Parsed { command, notices, faults }: Parsed) -> anyhow::Result<ExitCode> {
     match command {
         Command::Serve(args) => return serve_command(&args, &notices, faults),
-        Command::Run(args) => block_on(chat::run(args))?,
+        Command::Run(args) => {
+            log_to_stderr("warn");
+            block_on(chat::run(args))?;
+        }
         Command::Pull(args) => block_on(models::commands::pull(&args))?,
         Command::List => models::commands::list()?,
         Command::Rm(args) => models::commands::rm(&args)?,
@@ -73,12 +77,26 @@ fn serve_command(
     for notice in notices.iter().chain(&resolved.notices) {
         eprintln!("note: {notice}");
     }
+    log_to_stderr("info");
     if resolved.config.dry_run {
-        print!("{}", resolved.config);
-        return Ok(ExitCode::SUCCESS);
+        block_on(serve::dry_run(resolved.config))?;
+    } else {
+        block_on(serve::serve(resolved.config))?;
     }
-    block_on(serve::serve(resolved.config))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Sends log lines to standard error; `RUST_LOG` says which.
+fn log_to_stderr(default: &str) {
+    let filter = ProcessEnv.get("RUST_LOG").unwrap_or_else(|| default.to_owned());
+    let filter = tracing_subscriber::EnvFilter::new(filter);
+    let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(ansi)
+        .with_target(false)
+        .init();
 }
 
 /// Runs `work` on a runtime of its own.

@@ -1,25 +1,171 @@
-//! How the crates fit together: the only file that knows the engine, the server and the model sources at once.
+//! How the crates fit together: sockets first, then the model, then the engine on its thread, then requests.
 
-use anyhow::{Result, bail};
+use std::future::pending;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use crate::config::ServeConfig;
+use anyhow::{Context, Result, anyhow};
+use kwire_engine::EngineHandle;
+use kwire_server::config::{
+    AdmissionConfig, AuthConfig, GenerationConfig, RequestPolicy, ServerConfig, ShutdownConfig, UnknownFields,
+};
+use kwire_server::text::template::ContentFormat;
+use kwire_server::{Ambient, Server, report_channel};
+use tokio::net::TcpListener;
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+
 use crate::config::environment::ProcessEnv;
+use crate::config::{self, ServeConfig};
+use crate::launch::Opened;
 use crate::models;
 
 /// A server in this process.
 pub struct Running {
     /// Its address, without /v1.
     pub base_url: String,
+    server: JoinHandle<std::io::Result<()>>,
+    engine: JoinHandle<Result<()>>,
+    stop: Arc<Notify>,
 }
 
 /// Serves until a signal, then drains.
 pub async fn serve(config: ServeConfig) -> Result<()> {
-    let running = start(config).await?;
-    bail!("{} can't be waited for yet", running.base_url)
+    let name = config.model.served_names[0].clone();
+    let started = Instant::now();
+    let mut running = tokio::select! {
+        running = start(config) => running?,
+        () = signal() => return Ok(()),
+    };
+    tracing::info!("ready after {:.2} s: {}", started.elapsed().as_secs_f64(), running.base_url);
+    tracing::info!(
+        "try it: curl {}/v1/chat/completions -H 'Content-Type: application/json' -d \
+         '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"What is the capital of France?\"}}]}}'",
+        running.base_url
+    );
+    tokio::select! {
+        () = signal() => {
+            tracing::info!("draining: running answers go on, new requests are refused; a second signal ends at once");
+            running.stop.notify_one();
+            tokio::select! {
+                ended = &mut running.server => ended??,
+                () = signal() => return Err(anyhow!("stopped before all answers were complete")),
+            }
+            tracing::info!("stopped");
+            Ok(())
+        }
+        ended = &mut running.server => Ok(ended??),
+        ended = &mut running.engine => ended?.and_then(|()| Err(anyhow!("the engine stopped"))),
+    }
 }
 
-/// Loads the model and starts to listen; returns when requests can be answered.
+/// Listens, loads the model, and returns when requests can be answered. While it loads, `/health` says 503.
 pub async fn start(config: ServeConfig) -> Result<Running> {
-    let model = models::locate(&config.model.source, config.model.download_dir.as_deref(), &ProcessEnv).await?;
-    bail!("{} was found, but the engine is not wired into this binary yet", model.path.display())
+    let address = (config.listen.host.as_str(), config.listen.port);
+    let listener = TcpListener::bind(address)
+        .await
+        .with_context(|| format!("cannot listen on {}:{}; choose another --port", address.0, address.1))?;
+    let local = listener.local_addr()?;
+    let began = Instant::now();
+    let clock = move || began.elapsed().as_secs_f64();
+    let server = Server::new(server_config(&config), ambient(clock, config.engine.seed));
+    let stop = Arc::new(Notify::new());
+    let stopped = Arc::clone(&stop);
+    let serving = {
+        let server = server.clone();
+        tokio::spawn(async move { server.serve(listener, async move { stopped.notified().await }).await })
+    };
+    let env = ProcessEnv;
+    let model = models::locate(&config.model.source, config.model.download_dir.as_deref(), &env).await?;
+    let loaded = tokio::task::spawn_blocking(move || {
+        let opened = Opened::new(&config, &model.path)?;
+        tracing::info!("{}", opened.memory());
+        opened.load(&config)
+    })
+    .await??;
+    let (handle, mailbox) = EngineHandle::new();
+    let (sink, reports) = report_channel();
+    let (context, thread) = loaded.run(mailbox, clock, sink)?;
+    let engine =
+        tokio::task::spawn_blocking(move || thread.join().unwrap_or_else(|_| Err(anyhow!("the engine panicked"))));
+    server.set_model(context, handle, reports);
+    Ok(Running { base_url: url(local), server: serving, engine, stop })
+}
+
+/// Prints the settings and the memory that they take, without loading a weight.
+pub async fn dry_run(config: ServeConfig) -> Result<()> {
+    let path = models::locate(&config.model.source, config.model.download_dir.as_deref(), &ProcessEnv).await?.path;
+    print!("{config}");
+    let opened = Opened::new(&config, &path)?;
+    println!("{:<24} {}", "memory", opened.memory());
+    Ok(())
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop.notify_one();
+    }
+}
+
+fn server_config(config: &ServeConfig) -> ServerConfig {
+    let requests = &config.requests;
+    ServerConfig {
+        auth: AuthConfig { api_keys: config.listen.api_keys.clone() },
+        admission: AdmissionConfig {
+            max_num_queued_reqs: Some(config.limits.max_queued_requests.unwrap_or(usize::MAX)),
+            max_num_queued_tokens: config.limits.max_queued_tokens,
+        },
+        requests: RequestPolicy {
+            unknown_fields: match requests.unknown_fields {
+                config::UnknownFields::Warn => UnknownFields::Warn,
+                config::UnknownFields::Reject => UnknownFields::Reject,
+            },
+            max_logprobs: requests.max_logprobs.map_or(u32::MAX, |n| u32::try_from(n).unwrap_or(u32::MAX)),
+            trust_request_chat_template: requests.trust_request_chat_template,
+            enable_prompt_tokens_details: requests.prompt_tokens_details,
+            // The model context holds the resolved defaults, whichever source they have.
+            generation_config: GenerationConfig::Auto,
+            content_format: match requests.content_format {
+                config::ContentFormat::Auto => ContentFormat::Auto,
+                config::ContentFormat::String => ContentFormat::String,
+                config::ContentFormat::OpenAi => ContentFormat::Parts,
+            },
+            ..RequestPolicy::default()
+        },
+        shutdown: ShutdownConfig { timeout_s: config.limits.shutdown_timeout_s as f64 },
+        ..ServerConfig::default()
+    }
+}
+
+fn ambient(clock: impl Fn() -> f64 + Send + Sync + 'static, seed: u64) -> Ambient {
+    let wall = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+    let nanos =
+        SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| u64::from(d.subsec_nanos()) ^ d.as_secs() << 30);
+    Ambient::new(clock, wall, nanos ^ u64::from(std::process::id()) << 44 ^ seed)
+}
+
+fn url(address: SocketAddr) -> String {
+    match address {
+        // Any address of this machine: name one that works here.
+        a if a.ip().is_unspecified() => format!("http://127.0.0.1:{}", a.port()),
+        a => format!("http://{a}"),
+    }
+}
+
+/// Resolves on SIGINT or SIGTERM.
+async fn signal() {
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        let Ok(mut terminate) = signal(SignalKind::terminate()) else { return pending().await };
+        tokio::select! {
+            _ = tokio::signal::ctrl_c() => {}
+            _ = terminate.recv() => {}
+        }
+    }
+    #[cfg(not(unix))]
+    if tokio::signal::ctrl_c().await.is_err() {
+        pending().await
+    }
 }

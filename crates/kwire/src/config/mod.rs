@@ -5,6 +5,7 @@
 //! model and this machine is for the loader. This folder is the only reader of the environment in this crate.
 
 pub mod environment;
+pub mod memory;
 pub mod number;
 mod resolve;
 mod show;

@@ -56,6 +56,46 @@ pub struct GenerationDefaults {
     pub max_new_tokens: Option<u32>,
 }
 
+impl GenerationDefaults {
+    /// Reads what a `generation_config.json` object says; `path` names it in errors.
+    pub fn parse(path: &Path, g: &Object) -> Result<Self, CheckpointError> {
+        let number = |key: &str, least: f64, most: f64| match g.get(key).filter(|v| !v.is_null()) {
+            None => Ok(None),
+            Some(v) => match v.as_f64() {
+                Some(x) if (least..=most).contains(&x) => Ok(Some(x)),
+                _ => Err(Blame(path).invalid(format!("key {key:?}"), v.to_string(), format!("{least} to {most}"))),
+            },
+        };
+        let most_count = f64::from(u32::MAX);
+        Ok(Self {
+            temperature: number("temperature", 0.0, 100.0)?.map(|x| x as f32),
+            top_p: number("top_p", 0.0, 1.0)?.map(|x| x as f32),
+            // -1 also means "all" to vLLM; the cast takes it to 0.
+            top_k: number("top_k", -1.0, most_count)?.map(|x| x as u32),
+            min_p: number("min_p", 0.0, 1.0)?.map(|x| x as f32),
+            repetition_penalty: number("repetition_penalty", 0.0, 100.0)?.map(|x| x as f32),
+            max_new_tokens: number("max_new_tokens", 1.0, most_count)?.map(|x| x as u32),
+        })
+    }
+
+    /// Reads a `generation_config.json`.
+    pub fn read(path: &Path) -> Result<Self, CheckpointError> {
+        Self::parse(path, &super::read_json_object(path)?)
+    }
+
+    /// These values, and `base`'s where they are not given.
+    pub fn or(self, base: Self) -> Self {
+        Self {
+            temperature: self.temperature.or(base.temperature),
+            top_p: self.top_p.or(base.top_p),
+            top_k: self.top_k.or(base.top_k),
+            min_p: self.min_p.or(base.min_p),
+            repetition_penalty: self.repetition_penalty.or(base.repetition_penalty),
+            max_new_tokens: self.max_new_tokens.or(base.max_new_tokens),
+        }
+    }
+}
+
 /// `tokenizer.ggml.*` of a GGUF file. `scores` and `types` are empty or as long as `tokens`; ids lie below its length.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct GgufVocab {
@@ -241,7 +281,7 @@ pub(super) fn from_folder(folder: &Path, config: &HfConfig) -> Result<TextAssets
         eos_token_ids,
         pad_token_id: one("pad_token_id")?,
         add_bos: tokenizer_config.get("add_bos_token").and_then(Value::as_bool),
-        generation: generation_defaults(&generation_path, &generation)?,
+        generation: GenerationDefaults::parse(&generation_path, &generation)?,
         special_tokens: special_tokens(folder, &tokenizer_config)?,
     })
 }
@@ -270,26 +310,6 @@ fn token_ids(path: &Path, key: &str, value: Option<&Value>) -> Result<Vec<u32>, 
     ids.ok_or_else(|| {
         let found = value.map(Value::to_string).unwrap_or_default();
         Blame(path).invalid(format!("key {key:?}"), found, "a token id or a list of at most 256")
-    })
-}
-
-fn generation_defaults(path: &Path, g: &Object) -> Result<GenerationDefaults, CheckpointError> {
-    let number = |key: &str, least: f64, most: f64| match g.get(key).filter(|v| !v.is_null()) {
-        None => Ok(None),
-        Some(v) => match v.as_f64() {
-            Some(x) if (least..=most).contains(&x) => Ok(Some(x)),
-            _ => Err(Blame(path).invalid(format!("key {key:?}"), v.to_string(), format!("{least} to {most}"))),
-        },
-    };
-    let most_count = f64::from(u32::MAX);
-    Ok(GenerationDefaults {
-        temperature: number("temperature", 0.0, 100.0)?.map(|x| x as f32),
-        top_p: number("top_p", 0.0, 1.0)?.map(|x| x as f32),
-        // -1 also means "all" to vLLM; the cast takes it to 0.
-        top_k: number("top_k", -1.0, most_count)?.map(|x| x as u32),
-        min_p: number("min_p", 0.0, 1.0)?.map(|x| x as f32),
-        repetition_penalty: number("repetition_penalty", 0.0, 100.0)?.map(|x| x as f32),
-        max_new_tokens: number("max_new_tokens", 1.0, most_count)?.map(|x| x as u32),
     })
 }
 

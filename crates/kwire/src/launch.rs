@@ -1,0 +1,250 @@
+//! From settings to an engine on its thread: opens the checkpoint, plans the memory, loads the weights.
+//!
+//! Each phase logs one line with its time. The plan comes before the first weight is read, so that a model that does not
+//! fit fails at once.
+
+use std::path::Path;
+use std::sync::mpsc::Receiver;
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use indicatif::{ProgressBar, ProgressStyle};
+use kwire_engine::executor::local::LocalExecutor;
+use kwire_engine::handle::Command;
+use kwire_engine::model::checkpoint::{Checkpoint, GenerationDefaults, TokenizerSource};
+use kwire_engine::model::spec::{DecoderSpec, WeightNames};
+use kwire_engine::plan::{CacheConfig, MemoryPlan};
+use kwire_engine::{ConfigError, Engine, ReportSink, SchedulerConfig, SchedulingPolicy};
+use kwire_kernels::cpu::CpuBackend;
+use kwire_kernels::{DType, KvDtype};
+use kwire_server::model::{Capacity, ModelContext};
+use kwire_server::text::assets;
+
+use crate::config::memory::available_memory;
+use crate::config::{self, GenerationConfig, MaxModelLen, ServeConfig};
+
+/// Tokens of a step if the user says nothing: large enough for the matrix kernels, small enough that a running answer waits
+/// well under a second for a long prompt.
+const DEFAULT_STEP_TOKENS: usize = 512;
+/// Share of the free memory that the cache may have if the user says nothing. It is reserved, and taken as it fills.
+const DEFAULT_CACHE_SHARE: f64 = 0.25;
+
+/// A checkpoint that was opened and checked, and the memory it will take.
+pub struct Opened {
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    names: WeightNames,
+    limits: SchedulerConfig,
+    plan: MemoryPlan,
+    cache: CacheConfig,
+}
+
+/// An engine that is ready to run.
+pub struct Loaded {
+    engine: Engine<LocalExecutor<CpuBackend>>,
+    /// What the server needs to know of the model.
+    pub model: ModelContext,
+}
+
+/// Logs how long a phase took.
+struct Phase(Instant);
+
+impl Phase {
+    fn begin() -> Self {
+        Self(Instant::now())
+    }
+
+    fn end(self, what: impl std::fmt::Display) {
+        tracing::info!("{what} ({:.2} s)", self.0.elapsed().as_secs_f64());
+    }
+}
+
+impl Opened {
+    /// Opens the checkpoint and plans its memory.
+    pub fn new(config: &ServeConfig, path: &Path) -> Result<Self> {
+        let phase = Phase::begin();
+        let checkpoint = Checkpoint::open(path)?;
+        let (spec, names) = checkpoint.family()?;
+        let mut limits = limits(config, &spec);
+        let cache = cache_config(config, &checkpoint, &spec, &limits);
+        let mut plan = MemoryPlan::new::<CpuBackend>(&checkpoint, &spec, &limits, cache);
+        if let (Err(ConfigError::ModelLenBeyondCache { fits, .. }), MaxModelLen::Fit) =
+            (&plan, config.engine.max_model_len)
+        {
+            limits.max_model_len = *fits;
+            plan = MemoryPlan::new::<CpuBackend>(&checkpoint, &spec, &limits, cache);
+        }
+        let opened = Self { plan: plan?, checkpoint, spec, names, limits, cache };
+        phase.end(format_args!("opened {}", opened.checkpoint.path().display()));
+        Ok(opened)
+    }
+
+    /// What the memory is for, in a few lines.
+    pub fn memory(&self) -> String {
+        let plan = &self.plan;
+        format!(
+            "weights {}, activations {}, KV cache {} = {} tokens: {:.1} sequences of {} tokens",
+            Bytes(plan.weight_bytes),
+            Bytes(plan.activation_bytes),
+            Bytes(plan.cache_bytes),
+            plan.cache_tokens,
+            plan.cache_tokens as f64 / self.limits.max_model_len as f64,
+            self.limits.max_model_len,
+        )
+    }
+
+    /// Loads tokenizer and weights, side by side.
+    pub fn load(self, config: &ServeConfig) -> Result<Loaded> {
+        std::thread::scope(|scope| {
+            let text = scope.spawn(|| self.text(config));
+            let executor = self.executor(config)?;
+            let model = text.join().expect("the tokenizer's thread does not panic")?;
+            let engine = Engine::new(self.limits.clone(), executor)?;
+            Ok(Loaded { engine, model })
+        })
+    }
+
+    fn executor(&self, config: &ServeConfig) -> Result<LocalExecutor<CpuBackend>> {
+        let phase = Phase::begin();
+        let threads = config.engine.threads.unwrap_or_else(config::memory::cores);
+        let backend = CpuBackend::new(threads, None)?;
+        let isa = backend.isa();
+        let total = self.checkpoint.total_bytes();
+        let style = ProgressStyle::with_template("{msg} {bar:40} {bytes}/{total_bytes} {bytes_per_sec}")?;
+        let bar = ProgressBar::new(total as u64).with_style(style).with_message("loading weights");
+        let model = (self.spec.clone(), &self.names);
+        let mut progress = |n: usize| bar.set_position(n as u64);
+        let executor = LocalExecutor::load(backend, &self.checkpoint, model, &self.plan, &self.limits, &mut progress)?;
+        bar.finish_and_clear();
+        phase.end(format_args!("loaded {} of weights for {threads} threads of {isa:?}", Bytes(total)));
+        Ok(executor)
+    }
+
+    fn text(&self, config: &ServeConfig) -> Result<ModelContext> {
+        let phase = Phase::begin();
+        let mut text = self.checkpoint.text()?;
+        if let Some(path) = &config.model.tokenizer {
+            let file = if path.is_dir() { path.join("tokenizer.json") } else { path.clone() };
+            text.tokenizer = TokenizerSource::Json(file);
+        }
+        let tokenizer = assets::tokenizer(&text)?;
+        let requests = &config.requests;
+        let format = match requests.content_format {
+            config::ContentFormat::Auto => kwire_server::text::template::ContentFormat::Auto,
+            config::ContentFormat::String => kwire_server::text::template::ContentFormat::String,
+            config::ContentFormat::OpenAi => kwire_server::text::template::ContentFormat::Parts,
+        };
+        let template = assets::template(&text, requests.chat_template.as_deref(), format)?;
+        let plan = &self.plan;
+        let capacity = Capacity {
+            max_num_seqs: self.limits.max_num_seqs,
+            block_size: self.cache.block_len,
+            n_blocks: plan.n_blocks.iter().copied().min().unwrap_or(0),
+            cache_labels: vec![
+                ("cache_dtype".into(), format!("{:?}", self.cache.dtype).to_lowercase()),
+                ("enable_prefix_caching".into(), self.limits.prefix_caching.to_string()),
+            ],
+        };
+        let model = ModelContext {
+            names: config.model.served_names.clone(),
+            root: self.checkpoint.path().display().to_string(),
+            tokenizer: tokenizer.into(),
+            template,
+            max_model_len: self.limits.max_model_len,
+            n_vocab: self.spec.n_vocab,
+            eos_token_ids: text.eos_token_ids,
+            generation: generation(config, text.generation)?,
+            capacity,
+        };
+        phase.end("built the tokenizer");
+        Ok(model)
+    }
+}
+
+impl Loaded {
+    /// Starts the engine thread. Its result is the fault that ended it, if any.
+    pub fn run(
+        self,
+        mailbox: Receiver<Command>,
+        clock: impl Fn() -> f64 + Send + 'static,
+        sink: ReportSink,
+    ) -> Result<(ModelContext, JoinHandle<Result<()>>)> {
+        let engine = self.engine;
+        let thread = std::thread::Builder::new()
+            .name("engine".into())
+            .spawn(move || engine.run(&mailbox, clock, sink).context("the engine failed"))?;
+        Ok((self.model, thread))
+    }
+}
+
+fn limits(config: &ServeConfig, spec: &DecoderSpec) -> SchedulerConfig {
+    let engine = &config.engine;
+    let max_model_len = match engine.max_model_len {
+        MaxModelLen::Tokens(n) => n,
+        MaxModelLen::FromModel | MaxModelLen::Fit => spec.max_positions,
+    };
+    let step = if engine.chunked_prefill { DEFAULT_STEP_TOKENS } else { max_model_len };
+    SchedulerConfig {
+        max_num_seqs: engine.max_num_seqs,
+        max_num_batched_tokens: engine.max_num_batched_tokens.unwrap_or(step.max(engine.max_num_seqs)),
+        max_model_len,
+        chunked_prefill: engine.chunked_prefill,
+        long_prefill_token_threshold: engine.long_prefill_token_threshold.unwrap_or(0),
+        prefix_caching: engine.prefix_caching,
+        policy: match engine.policy {
+            config::Policy::Fcfs => SchedulingPolicy::Fcfs,
+            config::Policy::Priority => SchedulingPolicy::Priority,
+        },
+    }
+}
+
+fn cache_config(
+    config: &ServeConfig,
+    checkpoint: &Checkpoint,
+    spec: &DecoderSpec,
+    limits: &SchedulerConfig,
+) -> CacheConfig {
+    let dtype = match config.engine.kv_cache_dtype {
+        config::KvDtype::Bf16 => KvDtype::Bf16,
+        config::KvDtype::F16 => KvDtype::F16,
+        config::KvDtype::Auto if checkpoint.majority_dtype() == Some(DType::Bf16) => KvDtype::Bf16,
+        config::KvDtype::Auto => KvDtype::F16,
+    };
+    let block_len = config.engine.block_size;
+    let bytes = config.engine.kv_cache_bytes.map_or_else(
+        || {
+            // No more than all sequences at full length could use.
+            let most = MemoryPlan::cache_bytes_for(spec, limits, block_len, dtype).saturating_mul(limits.max_num_seqs);
+            most.min((available_memory() as f64 * DEFAULT_CACHE_SHARE) as usize)
+        },
+        |n| usize::try_from(n).unwrap_or(usize::MAX),
+    );
+    CacheConfig { block_len, dtype, bytes }
+}
+
+/// Sampling defaults: the checkpoint's or a folder's, with the user's own on top.
+fn generation(config: &ServeConfig, own: GenerationDefaults) -> Result<GenerationDefaults> {
+    let base = match &config.requests.generation_config {
+        GenerationConfig::Auto => own,
+        GenerationConfig::Vllm => GenerationDefaults::default(),
+        GenerationConfig::Folder(folder) => GenerationDefaults::read(&folder.join("generation_config.json"))?,
+    };
+    let over = GenerationDefaults::parse(
+        Path::new("--override-generation-config"),
+        &config.requests.override_generation_config,
+    )?;
+    Ok(over.or(base))
+}
+
+/// A size for people.
+struct Bytes(usize);
+
+impl std::fmt::Display for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 as f64 {
+            n if n >= 1e9 => write!(f, "{:.2} GB", n / 1e9),
+            n => write!(f, "{:.1} MB", n / 1e6),
+        }
+    }
+}

@@ -46,6 +46,8 @@ async fn bad_requests_name_their_parameter() {
         (CHAT, with("min_p", json!(2)), 400, "min_p"),
         (CHAT, with("n", json!(0)), 400, "n"),
         (CHAT, with("n", json!(1_000_000)), 400, "n"),
+        (CHAT, with("n", json!(100)), 400, "n"),
+        (COMPLETIONS, with("prompt", json!(vec!["x"; 300])), 400, "prompt"),
         (CHAT, with("max_tokens", json!(0)), 400, "max_tokens"),
         (CHAT, with("max_completion_tokens", json!(5000)), 400, "max_completion_tokens"),
         (CHAT, with("min_tokens", json!(5000)), 400, "min_tokens"),

@@ -1,2 +1,87 @@
-//! The `kwire` command.
-fn main() {}
+//! The `kwire` binary: reads the command line, resolves settings and models, and wires the crates together.
+//!
+//! It holds no logic of serving: the engine, the server and the kernels are crates of their own, and only
+//! [`serve`] knows how they fit. Errors end here, as one message on standard error and a non-zero exit status.
+
+mod bench;
+mod chat;
+mod cli;
+mod config;
+mod http;
+mod models;
+mod serve;
+
+use std::process::ExitCode;
+
+use cli::{Command, Parsed};
+use config::environment::ProcessEnv;
+
+/// Exit status for a command line that cannot be read, as clap has it.
+const USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let argv: Vec<String> = std::env::args_os().map(|a| a.to_string_lossy().into_owned()).collect();
+    let parsed = match cli::parse(&argv) {
+        Ok(parsed) => parsed,
+        Err((faults, e)) => {
+            if e.use_stderr() {
+                faults.iter().for_each(|fault| eprintln!("error: {fault}"));
+            }
+            _ = e.print();
+            return ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(USAGE));
+        }
+    };
+    match dispatch(parsed) {
+        Ok(code) => code,
+        Err(e) => {
+            eprintln!("error: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn dispatch(Parsed { command, notices, faults }: Parsed) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Serve(args) => return serve_command(&args, &notices, faults),
+        Command::Run(args) => block_on(chat::run(args))?,
+        Command::Pull(args) => block_on(models::commands::pull(&args))?,
+        Command::List => models::commands::list()?,
+        Command::Rm(args) => models::commands::rm(&args)?,
+        Command::Bench(args) => return block_on(bench::run(*args)),
+        Command::Docs { page } if page == "flags" => print!("{}", cli::docs::flags_page()),
+        Command::Docs { page } => anyhow::bail!("no generated page is called {page:?}; there is: flags"),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn serve_command(
+    args: &cli::serve_args::ServeArgs,
+    notices: &[String],
+    mut faults: Vec<String>,
+) -> anyhow::Result<ExitCode> {
+    let resolved = config::resolve(args, &ProcessEnv);
+    let resolved = match resolved {
+        Ok(resolved) if faults.is_empty() => resolved,
+        other => {
+            faults.extend(other.err().unwrap_or_default());
+            for fault in &faults {
+                eprintln!("error: {fault}");
+            }
+            return Ok(ExitCode::from(USAGE));
+        }
+    };
+    for notice in notices.iter().chain(&resolved.notices) {
+        eprintln!("note: {notice}");
+    }
+    if resolved.config.dry_run {
+        print!("{}", resolved.config);
+        return Ok(ExitCode::SUCCESS);
+    }
+    block_on(serve::serve(resolved.config))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs `work` on a runtime of its own.
+fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(work)
+}

@@ -1,0 +1,228 @@
+//! The settings of `kwire serve`, resolved and checked.
+//!
+//! [`resolve`] turns the raw [`ServeArgs`] and the environment into a [`ServeConfig`], or into every fault at once.
+//! A `ServeConfig` proves that its values are of the right kind and agree with each other; whether they fit the
+//! model and this machine is for the loader. This folder is the only reader of the environment in this crate.
+
+pub mod environment;
+pub mod number;
+mod resolve;
+mod show;
+
+pub use resolve::resolve;
+
+use std::path::PathBuf;
+
+use crate::models::ModelRef;
+
+/// Everything `kwire serve` was asked to do.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ServeConfig {
+    /// What to serve.
+    pub model: ModelSettings,
+    /// Where to listen, and who may ask.
+    pub listen: ListenSettings,
+    /// Memory, batching and scheduling.
+    pub engine: EngineSettings,
+    /// How requests are read and answered.
+    pub requests: RequestSettings,
+    /// When to say no, and how to leave.
+    pub limits: LimitSettings,
+    /// Print these settings and leave.
+    pub dry_run: bool,
+}
+
+/// The model and where its parts come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ModelSettings {
+    /// Its source.
+    pub source: ModelRef,
+    /// Names that requests may use, at least one; the first is the one in responses.
+    pub served_names: Vec<String>,
+    /// A tokenizer.json, or a folder that has one, in place of the model's own.
+    pub tokenizer: Option<PathBuf>,
+    /// Where downloads are kept, in place of the default.
+    pub download_dir: Option<PathBuf>,
+    /// The format of the weights that is asked for.
+    pub load_format: LoadFormat,
+    /// The type of activations.
+    pub dtype: Dtype,
+}
+
+/// Address, port and keys.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ListenSettings {
+    /// Address or host name.
+    pub host: String,
+    /// 0: any free port.
+    pub port: u16,
+    /// Keys that open /v1; none: open to all.
+    pub api_keys: Vec<String>,
+}
+
+/// What the engine is built with. `None`: the engine decides.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineSettings {
+    /// The longest sequence.
+    pub max_model_len: MaxModelLen,
+    /// Bytes for the KV cache.
+    pub kv_cache_bytes: Option<u64>,
+    /// The type of cached keys and values.
+    pub kv_cache_dtype: KvDtype,
+    /// Tokens in a cache block.
+    pub block_size: usize,
+    /// Whether equal prompt beginnings share their cache.
+    pub prefix_caching: bool,
+    /// Sequences that run at the same time.
+    pub max_num_seqs: usize,
+    /// Tokens in a step.
+    pub max_num_batched_tokens: Option<usize>,
+    /// Whether long prompts are split over steps.
+    pub chunked_prefill: bool,
+    /// Prompt tokens of one request in a step.
+    pub long_prefill_token_threshold: Option<usize>,
+    /// Who runs first.
+    pub policy: Policy,
+    /// Base of the seeds of requests that bring none.
+    pub seed: u64,
+    /// CPU threads.
+    pub threads: Option<usize>,
+}
+
+/// How requests are read and answered.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RequestSettings {
+    /// A chat template in place of the model's own: its text.
+    pub chat_template: Option<String>,
+    /// How message content reaches the template.
+    pub content_format: ContentFormat,
+    /// Whether requests may bring a template.
+    pub trust_request_chat_template: bool,
+    /// Where sampling defaults come from.
+    pub generation_config: GenerationConfig,
+    /// Sampling defaults that win over those.
+    pub override_generation_config: serde_json::Map<String, serde_json::Value>,
+    /// Most alternatives that `logprobs` may ask for; `None`: no limit.
+    pub max_logprobs: Option<usize>,
+    /// Whether `usage` tells how many prompt tokens were cached.
+    pub prompt_tokens_details: bool,
+    /// What to do about fields no one knows.
+    pub unknown_fields: UnknownFields,
+}
+
+/// Bounds of the queue, and the time to drain.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LimitSettings {
+    /// Requests waiting and running at most.
+    pub max_queued_requests: Option<usize>,
+    /// Prompt tokens waiting at most.
+    pub max_queued_tokens: Option<usize>,
+    /// Seconds that running answers get after SIGTERM.
+    pub shutdown_timeout_s: u64,
+}
+
+/// The longest sequence: prompt and answer together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MaxModelLen {
+    /// The model's own; start fails if memory can't hold it.
+    FromModel,
+    /// As much as memory allows, up to the model's own.
+    Fit,
+    /// This many tokens.
+    Tokens(usize),
+}
+
+/// Declares an enum whose variants are words of the command line.
+macro_rules! words {
+    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum $name { $($(#[$variant_doc])* $variant),+ }
+
+        impl $name {
+            /// Each word with its meaning.
+            pub const WORDS: &[(&str, Self)] = &[$(($word, Self::$variant)),+];
+        }
+    };
+}
+
+words! {
+    /// The type of activations.
+    Dtype {
+        /// What the model and the machine are best at.
+        Auto = "auto",
+        /// bfloat16.
+        Bf16 = "bfloat16",
+        /// float16.
+        F16 = "float16",
+        /// float32.
+        F32 = "float32",
+    }
+}
+
+words! {
+    /// The type of cached keys and values.
+    KvDtype {
+        /// The backend's choice, of 16 bits.
+        Auto = "auto",
+        /// bfloat16.
+        Bf16 = "bfloat16",
+        /// float16.
+        F16 = "float16",
+    }
+}
+
+words! {
+    /// The format of the weights.
+    LoadFormat {
+        /// Whatever is there.
+        Auto = "auto",
+        /// A folder of safetensors.
+        Safetensors = "safetensors",
+        /// One .gguf file.
+        Gguf = "gguf",
+    }
+}
+
+words! {
+    /// Who runs first.
+    Policy {
+        /// First come, first served.
+        Fcfs = "fcfs",
+        /// The request's `priority`, lowest first.
+        Priority = "priority",
+    }
+}
+
+words! {
+    /// How message content reaches the chat template.
+    ContentFormat {
+        /// As the template reads it.
+        Auto = "auto",
+        /// One string.
+        String = "string",
+        /// A list of parts.
+        OpenAi = "openai",
+    }
+}
+
+words! {
+    /// What to do about request fields that no one knows.
+    UnknownFields {
+        /// Log, count, and name them in a header.
+        Warn = "warn",
+        /// Answer 400.
+        Reject = "reject",
+    }
+}
+
+/// Where sampling defaults come from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum GenerationConfig {
+    /// The model's generation_config.json, if it has one.
+    Auto,
+    /// vLLM's neutral defaults.
+    Vllm,
+    /// The generation_config.json of this folder.
+    Folder(PathBuf),
+}

@@ -68,7 +68,7 @@ fn main() {
             max_model_len: 1 << 20,
             eos_token_ids: vec![],
             generation: GenerationDefaults::default(),
-            capacity: Capacity::default(),
+            capacity: Capacity { max_num_seqs: n_streams, ..Capacity::default() },
         };
         server.set_model(model, engine, reports);
         let serving = server.clone();

@@ -56,9 +56,4 @@ impl ModelContext {
         };
         ModelList { object: "list".to_owned(), data: self.names.iter().map(card).collect() }
     }
-
-    /// Token ids lie below this.
-    pub fn n_token_ids(&self) -> usize {
-        self.n_vocab.max(self.tokenizer.n_tokens())
-    }
 }

@@ -46,6 +46,8 @@ async fn bad_requests_name_their_parameter() {
         (CHAT, with("min_p", json!(2)), 400, "min_p"),
         (CHAT, with("n", json!(0)), 400, "n"),
         (CHAT, with("n", json!(1_000_000)), 400, "n"),
+        (CHAT, with("n", json!(100)), 400, "n"),
+        (COMPLETIONS, with("prompt", json!(vec!["x"; 300])), 400, "prompt"),
         (CHAT, with("max_tokens", json!(0)), 400, "max_tokens"),
         (CHAT, with("max_completion_tokens", json!(5000)), 400, "max_completion_tokens"),
         (CHAT, with("min_tokens", json!(5000)), 400, "min_tokens"),
@@ -298,8 +300,8 @@ async fn health_tells_the_truth() {
     let set = |seconds: f64| fixture.clock.store(seconds.to_bits(), Ordering::SeqCst);
     set(1000.0);
     assert_eq!(fixture.get("/health").await.status, 200, "an idle engine answers pings");
-    let connection = fixture.open(COMPLETIONS, &json!({"prompt": "Hi", "stream": true})).await;
-    assert!(matches!(fixture.next_seen().await, Seen::Add { .. }));
+    let mut connection = fixture.open(COMPLETIONS, &json!({"prompt": "Hi", "stream": true})).await;
+    read_until(&mut connection, "data: ").await;
     set(1059.0);
     assert_eq!(fixture.get("/health").await.status, 200);
     set(1100.0);
@@ -307,7 +309,7 @@ async fn health_tells_the_truth() {
     assert_eq!(stuck.status, 503);
     assert!(stuck.body.contains("has not finished a step for 100 s"), "{}", stuck.body);
     fixture.engine.send(Command::ResetPrefixCache).unwrap();
-    assert_eq!(read_answer(connection).await.status, 200);
+    read_until(&mut connection, "[DONE]").await;
     assert_eq!(fixture.get("/health").await.status, 200);
 }
 

@@ -32,7 +32,7 @@ impl Service {
     pub async fn chat(&self, request: ChatRequest, id_hint: Option<&str>) -> Result<ChatRun, ServiceError> {
         let ChatRequest { common, prompt, max_tokens, max_tokens_field, logprobs } = request;
         self.check(&common)?;
-        let permit = self.admit(common.n as usize, "n")?;
+        let permit = self.admit(1, common.n as usize)?;
         let envelope = self.envelope(&common, "chatcmpl", id_hint);
         let plan = self.plan(&common, &envelope, logprobs)?;
         let prepared = match &plan.resume {

@@ -45,8 +45,7 @@ impl Service {
     ) -> Result<CompletionRun, ServiceError> {
         let CompletionRequest { common, prompts, max_tokens, echo, logprobs } = request;
         self.check(&common)?;
-        let n_choices = prompts.len() * common.n as usize;
-        let permit = self.admit(n_choices, if prompts.len() > 1 { "prompt" } else { "n" })?;
+        let permit = self.admit(prompts.len(), common.n as usize)?;
         let envelope = self.envelope(&common, "cmpl", id_hint);
         let mut plan = self.plan(&common, &envelope, logprobs)?;
         if echo && logprobs.is_some() {

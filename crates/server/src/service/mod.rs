@@ -135,17 +135,22 @@ impl Service {
         }
     }
 
-    /// A place in the queue for `n` sequences.
-    fn admit(&self, n: usize, param: &str) -> Result<Permit, ServiceError> {
+    /// A place in the queue for `n` sequences for each of the prompts.
+    fn admit(&self, n_prompts: usize, n: usize) -> Result<Permit, ServiceError> {
         if self.link.stopped() {
             return Err(ServiceError::EngineStopped);
         }
-        let max = self.admission.max_requests();
-        if n > max {
-            let message = format!("The request asks for {n} sequences; this server accepts at most {max} at a time.");
-            return Err(FieldError::new(param, message).into());
+        let max_n = self.model.capacity.max_num_seqs;
+        if n > max_n {
+            return Err(FieldError::new("n", format!("`n` must be at most {max_n} (--max-num-seqs), got {n}.")).into());
         }
-        self.admission.admit(n).map_err(|rejection| self.rejected(rejection))
+        let (total, max) = (n_prompts * n, self.admission.max_requests());
+        if total > max {
+            let message =
+                format!("The request asks for {total} sequences; this server accepts at most {max} at a time.");
+            return Err(FieldError::new(if n_prompts > 1 { "prompt" } else { "n" }, message).into());
+        }
+        self.admission.admit(total).map_err(|rejection| self.rejected(rejection))
     }
 
     pub(crate) fn rejected(&self, rejection: crate::error::Rejection) -> ServiceError {

@@ -155,7 +155,7 @@ impl Service {
         truncate: Option<i64>,
         param: &str,
     ) -> Result<PreparedPrompt, ServiceError> {
-        let n_ids = self.model.n_token_ids();
+        let n_ids = self.model.n_vocab;
         if let Some(i) = tokens.iter().position(|&id| id as usize >= n_ids) {
             let message = format!("Token id {} is out of the vocabulary of {n_ids} tokens.", tokens[i]);
             return Err(FieldError::new(format!("{param}[{i}]"), message).into());
@@ -191,7 +191,7 @@ impl Service {
 
     /// The prompt of a stream that began elsewhere.
     pub(crate) fn resumed_prompt(&self, resume: &Resume) -> Result<PreparedPrompt, ServiceError> {
-        let n_ids = self.model.n_token_ids();
+        let n_ids = self.model.n_vocab;
         if let Some(id) = resume.output_token_ids.iter().find(|&&id| id as usize >= n_ids) {
             let message = format!("Token id {id} is out of the vocabulary of {n_ids} tokens.");
             return Err(FieldError::new("kwire.resume.output_token_ids", message).into());

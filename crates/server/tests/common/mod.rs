@@ -435,5 +435,5 @@ pub async fn read_until(stream: &mut TcpStream, needle: &str) -> String {
         assert!(n > 0, "closed before {needle:?} in {:?}", String::from_utf8_lossy(&text));
         text.extend_from_slice(&buffer[..n]);
     }
-    String::from_utf8(text).unwrap()
+    String::from_utf8_lossy(&text).into_owned() // it may end within a character
 }

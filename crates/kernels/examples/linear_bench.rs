@@ -71,7 +71,7 @@ impl Bench {
     /// Least time of each matrix over some passes.
     fn passes(&mut self, matrices: &[Matrix], rows: usize, passes: usize) -> Vec<Row> {
         let mut best = vec![Row { time: Duration::MAX, cpu: Duration::MAX, ..Row::default() }; matrices.len()];
-        let x: Vec<f32> = (0..rows * 1536).map(|i| (i * 37 % 101) as f32 - 50.0).collect();
+        let x = activations(rows);
         let mut out = vec![0.0; rows * matrices.iter().map(|m| m.weight.n_rows()).max().expect("some")];
         for _ in 0..passes {
             for (m, best) in matrices.iter().zip(&mut best) {
@@ -89,6 +89,21 @@ impl Bench {
         }
         best
     }
+}
+
+/// As a transformer's: about normal, a few channels that are large in every row, and here and there a large value.
+fn activations(rows: usize) -> Vec<f32> {
+    let mut seed = 7u32;
+    let mut uniform = || {
+        seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (seed >> 8) as f32 / (1 << 24) as f32
+    };
+    let mut value = |channel: usize| {
+        let normal = (0..12).map(|_| uniform()).sum::<f32>() - 6.0;
+        let tail = if uniform() < 0.002 { 10.0 } else { 1.0 };
+        normal * tail * if channel % 250 == 60 { 20.0 } else { 1.0 }
+    };
+    (0..rows * 1536).map(|i| value(i % 1536)).collect()
 }
 
 struct Matrix {

@@ -1,14 +1,15 @@
 //! The kernels for AVX2 with FMA and F16C.
 //!
-//! Integer sums: `vpmaddubsw` multiplies unsigned quants by signed activations and adds pairs into i16. As long as the sum of
+//! Integer sums: `vpmaddubsw` multiplies unsigned quants by int8 activations and adds pairs into i16. As long as the sum of
 //! several such pairs fits in i16, they are added there, and `vpmaddwd` widens only the last sum: 8 groups of 4 columns
-//! for 4 bits (8·2·15·127 = 30480), 4 for 5 bits (4·2·31·127 = 31496), 2 for 6 bits (2·2·63·127 = 32004). Signed 8-bit quants
-//! are taken as |q| against the activation with q's sign (2·128·127 = 32512: one group). All of it is exact.
+//! for 4 bits (8·2·15·127 = 30480), 4 for 5 bits (4·2·31·127 = 31496). Against int16 activations `vpmaddwd` multiplies, first
+//! the even columns of a group, then the odd ones: as many instructions as signed 8-bit quants by int8 took. All of it is exact:
+//! 32·128·32767 < 2^31.
 
 // Loops over rows and halves index several register arrays at once.
 #![allow(clippy::needless_range_loop)]
 
-use super::activations::{self, ActivationTileMut, QuantizedBlock};
+use super::activations::{self, ActivationTileMut, QuantizedBlock, RESIDUAL_STEPS, ResidualTileMut};
 use super::kernel::{self, FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, Source};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use crate::DType;
@@ -16,7 +17,16 @@ use std::arch::asm;
 use std::arch::x86_64::*;
 
 /// Functions of this file: all need AVX2, FMA and F16C.
-pub(super) const KERNELS: Kernels = Kernels { tile_rows: 4, quant, float, expand_scales, unpack_nibbles, quantize_row };
+pub(super) const KERNELS: Kernels = Kernels {
+    tile_rows: 4,
+    quant,
+    float,
+    expand_scales,
+    unpack_nibbles,
+    quantize_row,
+    quantize_row_wide,
+    quantize_residual,
+};
 
 /// 16 outputs: two registers of eight.
 type Pair<T> = [T; 2];
@@ -44,24 +54,92 @@ fn unpack_nibbles(packed: &[u8], out: &mut [u8]) {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn quantize_row(x: &[f32], to: &mut ActivationTileMut<'_>, r: usize, rows: usize) {
+fn quantize_row(x: &[f32], to: &mut ActivationTileMut<'_, i8>, r: usize, rows: usize) {
     activations::quantize_row(x, to, r, rows, |x, q| quantize_block(x, q));
 }
 
-/// As [`super::portable::quantize_block`], bit for bit.
+#[target_feature(enable = "avx2,fma,f16c")]
+fn quantize_row_wide(x: &[f32], to: &mut ActivationTileMut<'_, i16>, r: usize, rows: usize) {
+    activations::quantize_row_wide(x, to, r, rows, |x, q| quantize_block_wide(x, q));
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn quantize_residual(x: &[f32; BLOCK], to: &mut ResidualTileMut<'_>, r: usize) {
+    activations::quantize_residual(x, to, r, |x, q| residual_block(x, q));
+}
+
+/// As [`super::portable::quantize_block`], bit for bit; so are the next two.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> QuantizedBlock {
+fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> QuantizedBlock<1> {
+    let v = load_block(x);
+    let (inverse, scale) = scale(v, 127.0);
+    let sum = store_bytes(v.map(|v| _mm256_cvtps_epi32(_mm256_mul_ps(v, _mm256_set1_ps(inverse)))), out);
+    QuantizedBlock { scale, sums: [sum] }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn quantize_block_wide(x: &[f32; BLOCK], out: &mut [i16; BLOCK]) -> QuantizedBlock<2> {
+    let v = load_block(x);
+    let (inverse, scale) = scale(v, 32767.0);
+    let q = v.map(|v| _mm256_cvtps_epi32(_mm256_mul_ps(v, _mm256_set1_ps(inverse))));
+    let sums = std::array::from_fn(|half| {
+        let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(q[2 * half], q[2 * half + 1]));
+        // SAFETY: 16 values of the array's 32.
+        unsafe { _mm256_storeu_si256(out.as_mut_ptr().add(16 * half).cast(), words) };
+        let sums = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
+        let sums = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256::<1>(sums));
+        let sums = _mm_add_epi32(sums, _mm_srli_si128::<8>(sums));
+        _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_srli_si128::<4>(sums)))
+    });
+    QuantizedBlock { scale, sums }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn residual_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> QuantizedBlock<1> {
+    let v = load_block(x);
+    let (inverse, first_scale) = scale(v, 127.0);
+    let scale = first_scale / RESIDUAL_STEPS;
+    let q = v.map(|v| {
+        let first = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(_mm256_mul_ps(
+            v,
+            _mm256_set1_ps(inverse),
+        ));
+        let rest = _mm256_sub_ps(v, _mm256_mul_ps(first, _mm256_set1_ps(scale * RESIDUAL_STEPS)));
+        _mm256_cvtps_epi32(_mm256_div_ps(rest, _mm256_set1_ps(scale)))
+    });
+    QuantizedBlock { scale, sums: [store_bytes(q, out)] }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn load_block(x: &[f32; BLOCK]) -> [__m256; 4] {
     // SAFETY: 4 × 8 floats, within the array.
-    let v: [__m256; 4] = std::array::from_fn(|i| unsafe { _mm256_loadu_ps(x.as_ptr().add(8 * i)) });
+    std::array::from_fn(|i| unsafe { _mm256_loadu_ps(x.as_ptr().add(8 * i)) })
+}
+
+/// As [`super::portable`]'s.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn scale(v: [__m256; 4], limit: f32) -> (f32, f32) {
     let sign = _mm256_set1_ps(-0.0);
     let abs = v.map(|v| _mm256_andnot_ps(sign, v));
     let max8 = _mm256_max_ps(_mm256_max_ps(abs[0], abs[1]), _mm256_max_ps(abs[2], abs[3]));
     let max4 = _mm_max_ps(_mm256_castps256_ps128(max8), _mm256_extractf128_ps::<1>(max8));
     let max2 = _mm_max_ps(max4, _mm_movehl_ps(max4, max4));
     let max = _mm_cvtss_f32(_mm_max_ss(max2, _mm_movehdup_ps(max2)));
-    let inverse = _mm256_set1_ps(if max > 0.0 { 127.0 / max } else { 0.0 });
-    let q = v.map(|v| _mm256_cvtps_epi32(_mm256_mul_ps(v, inverse)));
+    let inverse = if max > 0.0 { limit / max } else { 0.0 };
+    let nan = |a, b| _mm256_cmp_ps::<_CMP_UNORD_Q>(a, b);
+    let any_nan = _mm256_movemask_ps(_mm256_or_ps(nan(v[0], v[1]), nan(v[2], v[3]))) != 0;
+    (inverse, if any_nan { f32::NAN } else { max / limit })
+}
+
+/// Stores 32 integers as bytes, and gives their sum.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn store_bytes(q: [__m256i; 4], out: &mut [i8; BLOCK]) -> i32 {
     let words = [_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3])];
     let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     let bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), order);
@@ -69,20 +147,17 @@ fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> QuantizedBlock {
     unsafe { _mm256_storeu_si256(out.as_mut_ptr().cast(), bytes) };
     // The sums of 8 columns each, offset by 128 to be unsigned.
     let sums8 = _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
-    let sums16 = _mm256_add_epi64(sums8, _mm256_srli_si256::<8>(sums8));
-    let sums = [_mm256_extract_epi32::<0>(sums16) - 16 * 128, _mm256_extract_epi32::<4>(sums16) - 16 * 128];
-    let nan = |a, b| _mm256_cmp_ps::<_CMP_UNORD_Q>(a, b);
-    let any_nan = _mm256_movemask_ps(_mm256_or_ps(nan(v[0], v[1]), nan(v[2], v[3]))) != 0;
-    QuantizedBlock { scale: if any_nan { f32::NAN } else { max / 127.0 }, sums }
+    let sums = _mm_add_epi32(_mm256_castsi256_si128(sums8), _mm256_extracti128_si256::<1>(sums8));
+    _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_srli_si128::<8>(sums))) - 32 * 128
 }
 
 fn quant(source: Source, rows: usize) -> QuantKernel {
     match source {
         Source::Packed(Kind::U4) => by_rows::<Nibbles>(rows),
-        Source::Packed(Kind::U5) => by_rows::<Bytes<2, BLOCK>>(rows),
-        Source::Packed(Kind::U6) => by_rows::<Bytes<1, 16>>(rows),
-        Source::Packed(Kind::I8) => by_rows::<Signed>(rows),
-        Source::UnpackedU4 => by_rows::<Bytes<4, BLOCK>>(rows),
+        Source::Packed(Kind::U5) => by_rows::<Bytes<2>>(rows),
+        Source::Packed(Kind::U6) => by_rows::<Wide<false, 16>>(rows),
+        Source::Packed(Kind::I8) => by_rows::<Wide<true, BLOCK>>(rows),
+        Source::UnpackedU4 => by_rows::<Bytes<4>>(rows),
     }
 }
 
@@ -98,13 +173,25 @@ fn by_rows<Q: Quants>(rows: usize) -> QuantKernel {
     }
 }
 
-/// Quants of a block, two groups of 4 columns at a time.
+/// Quants of a block.
 trait Quants {
+    const SUB_LEN: usize = BLOCK;
+    const BLOCK_BYTES: usize = PANEL * BLOCK;
+    /// Bytes of an activation.
+    const X_BYTES: usize = 1;
+    const HAS_MIN: bool = true;
+
+    /// Integer sums of sub-block `s` of a block for `M` rows; `x` begins at the sub-block.
+    ///
+    /// # Safety
+    /// As [`quant_tile`].
+    unsafe fn sums<const M: usize>(block: *const u8, s: usize, x: *const u8) -> [Pair<__m256i>; M];
+}
+
+/// Quants that meet int8, two groups of 4 columns at a time.
+trait Narrow {
     /// Pairs of groups whose products may be added in i16.
     const PAIRS_IN_I16: usize;
-    const SUB_LEN: usize;
-    const BLOCK_BYTES: usize;
-    const SIGNED: bool = false;
 
     /// Pair `pair` of the block at `block`: 16 outputs × 4 columns each.
     ///
@@ -115,10 +202,8 @@ trait Quants {
 
 struct Nibbles;
 
-impl Quants for Nibbles {
+impl Narrow for Nibbles {
     const PAIRS_IN_I16: usize = 4;
-    const SUB_LEN: usize = BLOCK;
-    const BLOCK_BYTES: usize = Kind::U4.block_bytes();
 
     #[inline]
     #[target_feature(enable = "avx2")]
@@ -132,12 +217,21 @@ impl Quants for Nibbles {
     }
 }
 
-struct Bytes<const PAIRS_IN_I16: usize, const SUB_LEN: usize>;
+impl Quants for Nibbles {
+    const BLOCK_BYTES: usize = Kind::U4.block_bytes();
 
-impl<const P: usize, const S: usize> Quants for Bytes<P, S> {
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn sums<const M: usize>(block: *const u8, _s: usize, x: *const u8) -> [Pair<__m256i>; M] {
+        // SAFETY: by this function's own condition.
+        unsafe { narrow_sums::<Self, M>(block, x) }
+    }
+}
+
+struct Bytes<const PAIRS_IN_I16: usize>;
+
+impl<const P: usize> Narrow for Bytes<P> {
     const PAIRS_IN_I16: usize = P;
-    const SUB_LEN: usize = S;
-    const BLOCK_BYTES: usize = PANEL * BLOCK;
 
     #[inline]
     #[target_feature(enable = "avx2")]
@@ -148,19 +242,49 @@ impl<const P: usize, const S: usize> Quants for Bytes<P, S> {
     }
 }
 
-struct Signed;
+impl<const P: usize> Quants for Bytes<P> {
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn sums<const M: usize>(block: *const u8, _s: usize, x: *const u8) -> [Pair<__m256i>; M] {
+        // SAFETY: by this function's own condition.
+        unsafe { narrow_sums::<Self, M>(block, x) }
+    }
+}
 
-impl Quants for Signed {
-    const PAIRS_IN_I16: usize = 1;
-    const SUB_LEN: usize = BLOCK;
-    const BLOCK_BYTES: usize = PANEL * BLOCK;
-    const SIGNED: bool = true;
+/// Bytes that meet int16.
+struct Wide<const SIGNED: bool, const SUB_LEN: usize>;
+
+impl<const SIGNED: bool, const S: usize> Quants for Wide<SIGNED, S> {
+    const SUB_LEN: usize = S;
+    const X_BYTES: usize = 2;
+    const HAS_MIN: bool = !SIGNED;
 
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn load(block: *const u8, pair: usize) -> [Pair<__m256i>; 2] {
-        // SAFETY: by this function's own condition.
-        unsafe { <Bytes<1, BLOCK>>::load(block, pair) }
+    unsafe fn sums<const M: usize>(block: *const u8, s: usize, x: *const u8) -> [Pair<__m256i>; M] {
+        let mut total = [[_mm256_setzero_si256(); 2]; M];
+        for group in 0..S / 4 {
+            // SAFETY: 64 bytes of this sub-block.
+            let load = |h: usize| unsafe { _mm256_loadu_si256(block.add((s * S / 4 + group) * 64 + 32 * h).cast()) };
+            let w = [load(0), load(1)];
+            let even = w.map(|w| _mm256_slli_epi16::<8>(w));
+            let words: [Pair<__m256i>; 2] = if SIGNED {
+                [even.map(|w| _mm256_srai_epi16::<8>(w)), w.map(|w| _mm256_srai_epi16::<8>(w))]
+            } else {
+                [even.map(|w| _mm256_srli_epi16::<8>(w)), w.map(|w| _mm256_srli_epi16::<8>(w))]
+            };
+            for (r, total) in total.iter_mut().enumerate() {
+                for (i, words) in words.iter().enumerate() {
+                    // SAFETY: two activations of this group and row.
+                    let x = unsafe { broadcast_i32(x.add((group * M + r) * 8 + 4 * i)) };
+                    for h in 0..2 {
+                        total[h] = _mm256_add_epi32(total[h], _mm256_madd_epi16(words[h], x));
+                    }
+                }
+                keep_order(total);
+            }
+        }
+        total
     }
 }
 
@@ -178,21 +302,20 @@ unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
             let sub = b * n_subs + s;
             // SAFETY: block and sub-block are within the tile's extents, which the caller vouches for.
             unsafe {
-                let x = tile.x.add((b * BLOCK + s * Q::SUB_LEN) * M);
-                let block = tile.quants.add(b * Q::BLOCK_BYTES);
-                let sums = if Q::SIGNED { signed_sums::<Q, M>(block, x) } else { sums::<Q, M>(block, s, x) };
+                let x = tile.x.add(sub * Q::SUB_LEN * M * Q::X_BYTES);
+                let sums = Q::sums::<M>(tile.quants.add(b * Q::BLOCK_BYTES), s, x);
                 let d = load_pair(tile.d.add(sub * PANEL));
                 let m = load_pair(tile.m.add(sub * PANEL));
                 for r in 0..M {
                     let x_scale = _mm256_broadcast_ss(&*tile.x_scale.add(b * M + r));
-                    let x_sum = _mm256_broadcast_ss(&*tile.x_sum.add(sub * M + r));
                     for h in 0..2 {
-                        let acc = tile.acc.add(r * PANEL + 8 * h);
+                        let acc = tile.acc[r].add(8 * h);
                         let sum = _mm256_cvtepi32_ps(sums[r][h]);
-                        let u = if Q::SIGNED {
-                            _mm256_mul_ps(d[h], sum)
-                        } else {
+                        let u = if Q::HAS_MIN {
+                            let x_sum = _mm256_broadcast_ss(&*tile.x_sum.add(sub * M + r));
                             _mm256_fmadd_ps(d[h], sum, _mm256_mul_ps(m[h], x_sum))
+                        } else {
+                            _mm256_mul_ps(d[h], sum)
                         };
                         _mm256_storeu_ps(acc, _mm256_fmadd_ps(x_scale, u, _mm256_loadu_ps(acc)));
                     }
@@ -211,39 +334,38 @@ unsafe fn load_pair(from: *const f32) -> Pair<__m256> {
     unsafe { [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))] }
 }
 
-/// Four activations of a row, in each lane.
+/// Four or two activations of a row, in each lane.
 ///
 /// # Safety
 /// AVX2; 4 bytes are readable.
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn broadcast_group(x: *const i8) -> __m256i {
+unsafe fn broadcast_i32(x: *const u8) -> __m256i {
     // SAFETY: by this function's own condition; the read needs no alignment.
     _mm256_set1_epi32(unsafe { x.cast::<i32>().read_unaligned() })
 }
 
-/// Integer sums of sub-block `s` of a block for `M` rows; `x` begins at the sub-block.
+/// [`Quants::sums`] against int8.
 ///
 /// # Safety
 /// As [`quant_tile`].
 #[inline]
 #[target_feature(enable = "avx2")]
-unsafe fn sums<Q: Quants, const M: usize>(block: *const u8, s: usize, x: *const i8) -> [Pair<__m256i>; M] {
-    let n_pairs = Q::SUB_LEN / 8;
+unsafe fn narrow_sums<Q: Narrow, const M: usize>(block: *const u8, x: *const u8) -> [Pair<__m256i>; M] {
     let ones = _mm256_set1_epi16(1);
     let mut total = [[_mm256_setzero_si256(); 2]; M];
-    for flush in 0..n_pairs / Q::PAIRS_IN_I16 {
+    for flush in 0..BLOCK / 8 / Q::PAIRS_IN_I16 {
         let mut words = [[_mm256_setzero_si256(); 2]; M];
         // A macro, repeated by hand: the compiler finds a loop too large to unroll and a closure too large to inline.
         macro_rules! add_pair {
             ($p:literal) => {
                 let pair = flush * Q::PAIRS_IN_I16 + $p;
-                // SAFETY: a pair of this sub-block.
-                let w = unsafe { Q::load(block, s * n_pairs + pair) };
+                // SAFETY: a pair of this block.
+                let w = unsafe { Q::load(block, pair) };
                 for (g, w) in w.iter().enumerate() {
                     for (r, words) in words.iter_mut().enumerate() {
-                        // SAFETY: a group of this sub-block and row.
-                        let x = unsafe { broadcast_group(x.add(((pair * 2 + g) * M + r) * 4)) };
+                        // SAFETY: a group of this block and row.
+                        let x = unsafe { broadcast_i32(x.add(((pair * 2 + g) * M + r) * 4)) };
                         for h in 0..2 {
                             words[h] = _mm256_add_epi16(words[h], _mm256_maddubs_epi16(w[h], x));
                         }
@@ -263,34 +385,6 @@ unsafe fn sums<Q: Quants, const M: usize>(block: *const u8, s: usize, x: *const 
         for (total, words) in total.iter_mut().zip(words) {
             for h in 0..2 {
                 total[h] = _mm256_add_epi32(total[h], _mm256_madd_epi16(words[h], ones));
-            }
-        }
-    }
-    total
-}
-
-/// As [`sums`], of signed 8-bit quants.
-///
-/// # Safety
-/// As [`quant_tile`].
-#[inline]
-#[target_feature(enable = "avx2")]
-unsafe fn signed_sums<Q: Quants, const M: usize>(block: *const u8, x: *const i8) -> [Pair<__m256i>; M] {
-    let ones = _mm256_set1_epi16(1);
-    let mut total = [[_mm256_setzero_si256(); 2]; M];
-    for pair in 0..BLOCK / 8 {
-        // SAFETY: a pair of this block.
-        let w = unsafe { Q::load(block, pair) };
-        for (g, w) in w.iter().enumerate() {
-            let abs = w.map(|w| _mm256_abs_epi8(w));
-            for (r, total) in total.iter_mut().enumerate() {
-                // SAFETY: a group of this block and row.
-                let x = unsafe { broadcast_group(x.add(((pair * 2 + g) * M + r) * 4)) };
-                for h in 0..2 {
-                    let words = _mm256_maddubs_epi16(abs[h], _mm256_sign_epi8(x, w[h]));
-                    total[h] = _mm256_add_epi32(total[h], _mm256_madd_epi16(words, ones));
-                }
-                keep_order(total);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! The kernels for AVX-512 with VNNI: `vpdpbusd` adds four products per lane, so one instruction is 16 outputs × 4 columns.
 //!
-//! It takes unsigned by signed bytes; signed 8-bit quants are taken as `q + 128`, and `128 * S` is taken off the exact sum.
+//! Against int16 activations `vpdpwssd` adds two products per lane: of the even columns of a group, then of the odd ones.
 
 // Loops over rows and halves index several register arrays at once.
 #![allow(clippy::needless_range_loop)]
@@ -17,9 +17,9 @@ pub(super) const KERNELS: Kernels = Kernels { tile_rows: 8, quant, float, ..avx2
 fn quant(source: Source, rows: usize) -> QuantKernel {
     match source {
         Source::Packed(Kind::U4) => by_rows::<Nibbles>(rows),
-        Source::Packed(Kind::U5) | Source::UnpackedU4 => by_rows::<Bytes<BLOCK>>(rows),
-        Source::Packed(Kind::U6) => by_rows::<Bytes<16>>(rows),
-        Source::Packed(Kind::I8) => by_rows::<Signed>(rows),
+        Source::Packed(Kind::U5) | Source::UnpackedU4 => by_rows::<Bytes>(rows),
+        Source::Packed(Kind::U6) => by_rows::<Wide<false, 16>>(rows),
+        Source::Packed(Kind::I8) => by_rows::<Wide<true, BLOCK>>(rows),
     }
 }
 
@@ -39,23 +39,40 @@ fn by_rows<Q: Quants>(rows: usize) -> QuantKernel {
 
 /// Quants of a block, two groups of 4 columns at a time.
 trait Quants {
-    const SUB_LEN: usize;
-    const BLOCK_BYTES: usize;
-    const SIGNED: bool = false;
+    const SUB_LEN: usize = BLOCK;
+    const BLOCK_BYTES: usize = PANEL * BLOCK;
+    /// Bytes of an activation.
+    const X_BYTES: usize = 1;
+    const HAS_MIN: bool = true;
 
-    /// Pair `pair` of the block at `block`: 16 outputs × 4 columns each, unsigned.
+    /// Pair `pair` of the block at `block`: 16 outputs × 4 columns each.
     ///
     /// # Safety
     /// AVX-512 BW; the block is readable.
-    unsafe fn load(block: *const u8, pair: usize) -> [__m512i; 2];
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    unsafe fn load(block: *const u8, pair: usize) -> [__m512i; 2] {
+        // SAFETY: 128 bytes of the block.
+        std::array::from_fn(|g| unsafe { _mm512_loadu_si512(block.add(128 * pair + 64 * g).cast()) })
+    }
+
+    /// Adds the products of a group with 4 activations, which are at `x`.
+    ///
+    /// # Safety
+    /// AVX-512 VNNI; the activations are readable.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+    unsafe fn add(sum: __m512i, group: __m512i, x: *const u8) -> __m512i {
+        // SAFETY: by this function's own condition.
+        _mm512_dpbusd_epi32(sum, group, _mm512_set1_epi32(unsafe { x.cast::<i32>().read_unaligned() }))
+    }
 }
 
 struct Nibbles;
-struct Bytes<const SUB_LEN: usize>;
-struct Signed;
+struct Bytes;
+struct Wide<const SIGNED: bool, const SUB_LEN: usize>;
 
 impl Quants for Nibbles {
-    const SUB_LEN: usize = BLOCK;
     const BLOCK_BYTES: usize = Kind::U4.block_bytes();
 
     #[inline]
@@ -68,29 +85,25 @@ impl Quants for Nibbles {
     }
 }
 
-impl<const S: usize> Quants for Bytes<S> {
+impl Quants for Bytes {}
+
+impl<const SIGNED: bool, const S: usize> Quants for Wide<SIGNED, S> {
     const SUB_LEN: usize = S;
-    const BLOCK_BYTES: usize = PANEL * BLOCK;
+    const X_BYTES: usize = 2;
+    const HAS_MIN: bool = !SIGNED;
 
     #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn load(block: *const u8, pair: usize) -> [__m512i; 2] {
-        // SAFETY: 128 bytes of the block.
-        std::array::from_fn(|g| unsafe { _mm512_loadu_si512(block.add(128 * pair + 64 * g).cast()) })
-    }
-}
-
-impl Quants for Signed {
-    const SUB_LEN: usize = BLOCK;
-    const BLOCK_BYTES: usize = PANEL * BLOCK;
-    const SIGNED: bool = true;
-
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bw")]
-    unsafe fn load(block: *const u8, pair: usize) -> [__m512i; 2] {
-        // SAFETY: by this function's own condition.
-        let signed = unsafe { <Bytes<BLOCK>>::load(block, pair) };
-        signed.map(|q| _mm512_xor_si512(q, _mm512_set1_epi8(-128)))
+    #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+    unsafe fn add(sum: __m512i, group: __m512i, x: *const u8) -> __m512i {
+        let even = _mm512_slli_epi16::<8>(group);
+        let (even, odd) = if SIGNED {
+            (_mm512_srai_epi16::<8>(even), _mm512_srai_epi16::<8>(group))
+        } else {
+            (_mm512_srli_epi16::<8>(even), _mm512_srli_epi16::<8>(group))
+        };
+        // SAFETY: by this function's own condition, 8 bytes.
+        let x = unsafe { x.cast::<[i32; 2]>().read_unaligned() };
+        _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(sum, even, _mm512_set1_epi32(x[0])), odd, _mm512_set1_epi32(x[1]))
     }
 }
 
@@ -105,20 +118,18 @@ unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
     let n_pairs = Q::SUB_LEN / 8;
     // SAFETY: all accesses are within the tile's extents, which the caller vouches for.
     unsafe {
-        let mut acc: [__m512; M] = std::array::from_fn(|r| _mm512_loadu_ps(tile.acc.add(r * PANEL)));
+        let mut acc: [__m512; M] = std::array::from_fn(|r| _mm512_loadu_ps(tile.acc[r]));
         for b in 0..tile.n_blocks {
             tile.prefetch_share(b);
             for s in 0..n_subs {
                 let sub = b * n_subs + s;
                 let block = tile.quants.add(b * Q::BLOCK_BYTES);
-                let x = tile.x.add(sub * Q::SUB_LEN * M);
+                let x = tile.x.add(sub * Q::SUB_LEN * M * Q::X_BYTES);
                 let mut sums = [_mm512_setzero_si512(); M];
                 for pair in 0..n_pairs {
                     for (g, w) in Q::load(block, s * n_pairs + pair).into_iter().enumerate() {
                         for (r, sum) in sums.iter_mut().enumerate() {
-                            let group = x.add(((2 * pair + g) * M + r) * 4);
-                            let x = _mm512_set1_epi32(group.cast::<i32>().read_unaligned());
-                            *sum = _mm512_dpbusd_epi32(*sum, w, x);
+                            *sum = Q::add(*sum, w, x.add(((2 * pair + g) * M + r) * 4 * Q::X_BYTES));
                         }
                     }
                 }
@@ -126,20 +137,18 @@ unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
                 let m = _mm512_loadu_ps(tile.m.add(sub * PANEL));
                 for r in 0..M {
                     let x_scale = _mm512_set1_ps(*tile.x_scale.add(b * M + r));
-                    let x_sum = _mm512_set1_ps(*tile.x_sum.add(sub * M + r));
                     let sum = _mm512_cvtepi32_ps(sums[r]);
-                    let u = if Q::SIGNED {
-                        // Exact: all three are integers below 2^24.
-                        _mm512_mul_ps(d, _mm512_fnmadd_ps(_mm512_set1_ps(128.0), x_sum, sum))
+                    let u = if Q::HAS_MIN {
+                        _mm512_fmadd_ps(d, sum, _mm512_mul_ps(m, _mm512_set1_ps(*tile.x_sum.add(sub * M + r))))
                     } else {
-                        _mm512_fmadd_ps(d, sum, _mm512_mul_ps(m, x_sum))
+                        _mm512_mul_ps(d, sum)
                     };
                     acc[r] = _mm512_fmadd_ps(x_scale, u, acc[r]);
                 }
             }
         }
         for (r, acc) in acc.iter().enumerate() {
-            _mm512_storeu_ps(tile.acc.add(r * PANEL), *acc);
+            _mm512_storeu_ps(tile.acc[r], *acc);
         }
     }
 }

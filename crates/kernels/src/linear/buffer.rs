@@ -11,6 +11,8 @@ const HUGE_PAGE: usize = 2 << 20;
 pub(super) trait Plain: Copy {}
 impl Plain for u8 {}
 impl Plain for i8 {}
+impl Plain for i16 {}
+impl Plain for u32 {}
 impl Plain for f32 {}
 
 /// `len` values of `T`, zero at first, aligned to a cache line or more.

@@ -1,8 +1,8 @@
 //! The driver: quantizes the activations once, then shares out (rows × panel) units among the workers.
 
-use super::activations::Activations;
+use super::activations::{Activations, Residuals};
 use super::buffer::Buffer;
-use super::kernel::{FloatTile, Kernels, QuantTile, Source};
+use super::kernel::{FloatTile, Kernels, MAX_TILE_ROWS, QuantTile, Source};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use super::{PackedWeight, Part};
 use crate::cpu::{Isa, Pool};
@@ -42,6 +42,7 @@ pub struct RowsMut<'a> {
 pub struct Scratch {
     kernels: &'static Kernels,
     activations: Activations,
+    residuals: Residuals,
     workers: Vec<Mutex<Worker>>,
 }
 
@@ -69,13 +70,16 @@ impl Scratch {
         Self {
             kernels: Kernels::of(isa),
             activations: Activations::new(max_values),
+            residuals: Residuals::new(max_values),
             workers: (0..n_workers).map(|_| Mutex::new(worker())).collect(),
         }
     }
 
     /// Bytes that [`Scratch::new`] will reserve.
     pub const fn bytes(n_workers: usize, max_values: usize) -> usize {
-        n_workers * (RUN_COLS * (PANEL + 8) + UNIT_ROWS * PANEL * 4) + Activations::bytes(max_values)
+        n_workers * (RUN_COLS * (PANEL + 8) + UNIT_ROWS * PANEL * 4)
+            + Activations::bytes(max_values)
+            + Residuals::bytes(max_values)
     }
 }
 
@@ -91,16 +95,14 @@ pub fn forward(pool: &mut Pool, scratch: &mut Scratch, rows: usize, x: Rows<'_>,
     assert!(x.stride >= n_cols && x.data.len() >= (rows - 1) * x.stride + n_cols, "x is too small");
     assert!(out.stride >= n_rows && out.data.len() >= (rows - 1) * out.stride + n_rows, "out is too small");
     assert!(pool.n_workers() <= scratch.workers.len(), "scratch is for a smaller pool");
-    if w.parts.iter().any(|part| part.dtype.is_quantized()) {
-        assert!(rows * n_cols <= scratch.activations.capacity(), "scratch is too small");
-        quantize(pool, scratch.kernels, &mut scratch.activations, rows, x, n_cols);
-    }
     let tile = scratch.kernels.tile_rows;
     let most = (ROWS_BYTES / n_cols).clamp(tile, UNIT_ROWS);
     let unit_rows = rows.div_ceil(rows.div_ceil(most)).next_multiple_of(tile).min(UNIT_ROWS);
+    scratch.quantize(pool, rows, unit_rows, x, w);
     let job = Linear {
         kernels: scratch.kernels,
         activations: &scratch.activations,
+        residuals: &scratch.residuals,
         rows,
         unit_rows,
         x,
@@ -119,28 +121,55 @@ pub fn forward(pool: &mut Pool, scratch: &mut Scratch, rows: usize, x: Rows<'_>,
     });
 }
 
-fn quantize(pool: &mut Pool, kernels: &Kernels, to: &mut Activations, rows: usize, x: Rows<'_>, n_cols: usize) {
-    let tile_rows = kernels.tile_rows;
-    let mut tiles = to.tiles_mut(rows, tile_rows, n_cols).enumerate();
-    let quantize_tile = |(t, mut tile): (usize, super::activations::ActivationTileMut<'_>)| {
-        let in_tile = tile_rows.min(rows - t * tile_rows);
-        for r in 0..in_tile {
-            let x = &x.data[(t * tile_rows + r) * x.stride..][..n_cols];
-            // SAFETY: `Scratch::new` checked that the instruction set is available.
-            unsafe { (kernels.quantize_row)(x, &mut tile, r, in_tile) };
+impl Scratch {
+    /// Quantizes the activations as the weights need it: in int8, int16 or both.
+    fn quantize(&mut self, pool: &mut Pool, rows: usize, unit_rows: usize, x: Rows<'_>, w: &PackedWeight) {
+        let (n_cols, n_blocks, tile_rows) = (w.n_cols(), w.n_cols() / BLOCK, self.kernels.tile_rows);
+        let mut kinds = w.parts.iter().filter_map(|part| Format::of(part.dtype)).map(|format| format.kind.is_wide());
+        let (any_wide, any_narrow) = (kinds.clone().any(|wide| wide), kinds.any(|wide| !wide));
+        assert!(!(any_wide || any_narrow) || rows * n_cols <= self.activations.capacity(), "scratch is too small");
+        let row = |r: usize| &x.data[r * x.stride..][..n_cols];
+        let in_tile = |t: usize| tile_rows.min(rows - t * tile_rows);
+        let parallel = rows * n_cols >= PARALLEL_QUANTIZE;
+        if any_wide {
+            each(pool, parallel, self.activations.wide_mut(rows, tile_rows, n_cols).enumerate(), |(t, mut tile)| {
+                for r in 0..in_tile(t) {
+                    // SAFETY: `Scratch::new` checked that the instruction set is available, here and below.
+                    unsafe { (self.kernels.quantize_row_wide)(row(t * tile_rows + r), &mut tile, r, in_tile(t)) };
+                }
+            });
         }
-    };
-    if rows * n_cols < PARALLEL_QUANTIZE {
-        tiles.for_each(quantize_tile);
-    } else {
-        let tiles = Mutex::new(&mut tiles);
-        let next = || tiles.lock().unwrap_or_else(PoisonError::into_inner).next();
-        pool.run(|_| {
-            while let Some(tile) = next() {
-                quantize_tile(tile);
-            }
-        });
+        if any_narrow {
+            each(pool, parallel, self.activations.narrow_mut(rows, tile_rows, n_cols).enumerate(), |(t, mut tile)| {
+                for r in 0..in_tile(t) {
+                    // SAFETY: as above.
+                    unsafe { (self.kernels.quantize_row)(row(t * tile_rows + r), &mut tile, r, in_tile(t)) };
+                }
+            });
+            let tiles = self.residuals.list(&self.activations, rows, unit_rows, tile_rows, n_blocks);
+            each(pool, parallel, tiles, |mut tile| {
+                for (r, row_in_unit) in tile.rows.iter().enumerate() {
+                    let x = &row(tile.unit * unit_rows + *row_in_unit as usize).as_chunks::<BLOCK>().0[tile.block];
+                    // SAFETY: as above.
+                    unsafe { (self.kernels.quantize_residual)(x, &mut tile, r) };
+                }
+            });
+        }
     }
+}
+
+/// Calls `f` for each item, on all workers if `parallel`.
+fn each<T: Send>(pool: &mut Pool, parallel: bool, mut items: impl Iterator<Item = T> + Send, f: impl Fn(T) + Sync) {
+    if !parallel {
+        return items.for_each(f);
+    }
+    let items = Mutex::new(&mut items);
+    let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    pool.run(|_| {
+        while let Some(item) = next() {
+            f(item);
+        }
+    });
 }
 
 /// Hands out ranges of units, large ones first: few steps, and a slow core takes less.
@@ -177,12 +206,25 @@ unsafe impl Sync for Out {}
 struct Linear<'a> {
     kernels: &'static Kernels,
     activations: &'a Activations,
+    residuals: &'a Residuals,
     rows: usize,
     /// Rows of a unit, a multiple of the tile's.
     unit_rows: usize,
     x: Rows<'a>,
     w: &'a PackedWeight,
     out: Out,
+}
+
+/// A run of columns of a panel, ready for the kernels.
+struct Run<'a> {
+    source: Source,
+    quants: &'a [u8],
+    /// Scales and minima, `[sub-block][16]`.
+    d: &'a [f32],
+    m: &'a [f32],
+    /// First column and number of columns.
+    start: usize,
+    cols: usize,
 }
 
 impl Linear<'_> {
@@ -215,7 +257,7 @@ impl Linear<'_> {
         rows: usize,
     ) {
         let (n_cols, tile_rows) = (self.w.n_cols(), self.kernels.tile_rows);
-        let (kind, sub_len) = (format.kind, format.kind.sub_len());
+        let kind = format.kind;
         let (scales, quants) = panel.split_at(format.scale_bytes(n_cols));
         let prefetch_bytes = panel.len() / (n_cols / BLOCK);
         let unpack = kind == Kind::U4 && rows > tile_rows;
@@ -234,25 +276,84 @@ impl Linear<'_> {
             } else {
                 (Source::Packed(kind), quants)
             };
+            let run = Run { source, quants, d: &worker.d, m: &worker.m, start, cols };
+            let acc = worker.acc.as_chunks_mut::<PANEL>().0;
             for row in (0..rows).step_by(tile_rows) {
-                let in_tile = tile_rows.min(rows - row);
-                let x = self.activations.tile(first_row + row, in_tile, n_cols);
-                let x_sum = if sub_len == BLOCK { x.sum32 } else { x.sum16 };
+                let prefetch = if row == 0 { &next[start / BLOCK * prefetch_bytes..] } else { &[] };
+                let acc = &mut acc[row..row + tile_rows.min(rows - row)];
+                self.quant_run(kind, &run, first_row + row, acc, prefetch, prefetch_bytes);
+            }
+            if !kind.is_wide() {
+                self.residual_run(kind, &run, first_row / self.unit_rows, acc);
+            }
+        }
+    }
+
+    /// One tile, from row `first_row` on, one row for each of `acc`.
+    fn quant_run(
+        &self,
+        kind: Kind,
+        run: &Run<'_>,
+        first_row: usize,
+        acc: &mut [[f32; PANEL]],
+        prefetch: &[u8],
+        prefetch_bytes: usize,
+    ) {
+        let (rows, n_cols) = (acc.len(), self.w.n_cols());
+        let (at, block) = (run.start * rows, run.start / BLOCK * rows);
+        let (x, x_scale, x_sum) = if kind.is_wide() {
+            let x = self.activations.wide(first_row, rows, n_cols);
+            let sum = if kind.sub_len() == BLOCK { std::ptr::null() } else { x.sum[2 * block..].as_ptr() };
+            (x.q[at..].as_ptr().cast(), &x.scale[block..], sum)
+        } else {
+            let x = self.activations.narrow(first_row, rows, n_cols);
+            (x.q[at..].as_ptr().cast(), &x.scale[block..], x.sum[block..].as_ptr())
+        };
+        let mut to = [std::ptr::null_mut(); MAX_TILE_ROWS];
+        to.iter_mut().zip(acc).for_each(|(to, acc)| *to = acc.as_mut_ptr());
+        let tile = QuantTile {
+            rows,
+            quants: run.quants.as_ptr(),
+            d: run.d.as_ptr(),
+            m: run.m.as_ptr(),
+            x,
+            x_scale: x_scale.as_ptr(),
+            x_sum,
+            n_blocks: run.cols / BLOCK,
+            prefetch: if prefetch.is_empty() { std::ptr::null() } else { prefetch.as_ptr() },
+            prefetch_bytes,
+            acc: to,
+        };
+        // SAFETY: the slices above hold `cols` columns from `start` on of all that the tile points to, and `Scratch::new`
+        // checked that the instruction set is available.
+        unsafe { (self.kernels.quant)(run.source, rows)(&tile) };
+    }
+
+    /// Adds the residuals of the run's outlier blocks, block by block. For a row it is the same order in any batch.
+    fn residual_run(&self, kind: Kind, run: &Run<'_>, unit: usize, acc: &mut [[f32; PANEL]]) {
+        let (n_blocks, tile_rows) = (self.w.n_cols() / BLOCK, self.kernels.tile_rows);
+        let block_bytes = run.quants.len() / (run.cols / BLOCK);
+        debug_assert_eq!(kind.sub_len(), BLOCK);
+        for b in 0..run.cols / BLOCK {
+            for x in self.residuals.tiles(unit, run.start / BLOCK + b, tile_rows, n_blocks) {
+                let mut to = [std::ptr::null_mut(); MAX_TILE_ROWS];
+                to.iter_mut().zip(x.rows).for_each(|(to, &row)| *to = acc[row as usize].as_mut_ptr());
                 let tile = QuantTile {
-                    rows: in_tile,
-                    quants: quants.as_ptr(),
-                    d: worker.d.as_ptr(),
-                    m: worker.m.as_ptr(),
-                    x: x.q[start * in_tile..].as_ptr(),
-                    x_scale: x.scale[start / BLOCK * in_tile..].as_ptr(),
-                    x_sum: x_sum[start / sub_len * in_tile..].as_ptr(),
-                    n_blocks: cols / BLOCK,
-                    prefetch: if row == 0 { next[start / BLOCK * prefetch_bytes..].as_ptr() } else { std::ptr::null() },
-                    prefetch_bytes,
-                    acc: worker.acc[row * PANEL..(row + in_tile) * PANEL].as_mut_ptr(),
+                    rows: x.rows.len(),
+                    quants: run.quants[b * block_bytes..][..block_bytes].as_ptr(),
+                    d: run.d[b * PANEL..][..PANEL].as_ptr(),
+                    m: run.m[b * PANEL..][..PANEL].as_ptr(),
+                    x: x.q.as_ptr().cast(),
+                    x_scale: x.scale.as_ptr(),
+                    x_sum: x.sum.as_ptr(),
+                    n_blocks: 1,
+                    prefetch: std::ptr::null(),
+                    prefetch_bytes: 0,
+                    acc: to,
                 };
-                // SAFETY: the slices above hold `cols` columns from `start` on of all that the tile points to.
-                unsafe { (self.kernels.quant)(source, in_tile)(&tile) };
+                // SAFETY: the slices above hold one block of all that the tile points to, the rows of a list differ, and
+                // `Scratch::new` checked that the instruction set is available.
+                unsafe { (self.kernels.quant)(run.source, x.rows.len())(&tile) };
             }
         }
     }

@@ -5,13 +5,17 @@
 //! tile's number of rows, which is what makes a row's result independent of its batch:
 //!
 //! `u = fma(d, I, m * S)`, `acc = fma(s, u, acc)` per block of 32 columns (two `u` and two steps where sub-blocks have 16),
-//! with `I` the exact integer sum of `q * x`, `S` that of `x`, and `s` the activation scale.
+//! with `I` the exact integer sum of `q * x`, `S` that of `x`, and `s` the activation scale. After each run of columns the
+//! residuals of its outlier blocks follow, block by block, by the same two steps: they are tiles of one block.
 
-use super::activations::ActivationTileMut;
-use super::layout::{Format, Kind, PANEL};
+use super::activations::{ActivationTileMut, ResidualTileMut};
+use super::layout::{BLOCK, Format, Kind, PANEL};
 use super::portable;
 use crate::DType;
 use crate::cpu::Isa;
+
+/// Most rows of a tile on any instruction set.
+pub(super) const MAX_TILE_ROWS: usize = 8;
 
 /// One quantized tile. Row `r` of `rows`, interleaved: group of 4 columns `g` at `x[4 * (g * rows + r)]`, scale of block `b`
 /// at `x_scale[b * rows + r]`, sum of sub-block `s` at `x_sum[s * rows + r]`.
@@ -23,8 +27,10 @@ pub(super) struct QuantTile {
     pub d: *const f32,
     /// `[sub-block][16]`.
     pub m: *const f32,
-    pub x: *const i8,
+    /// Int8, or int16 (its groups' columns in the order 0, 2, 1, 3) where [`Kind::is_wide`].
+    pub x: *const u8,
     pub x_scale: *const f32,
+    /// Null where the format has no minimum.
     pub x_sum: *const f32,
     /// Blocks of 32 columns.
     pub n_blocks: usize,
@@ -32,8 +38,8 @@ pub(super) struct QuantTile {
     /// address will do; null: none.
     pub prefetch: *const u8,
     pub prefetch_bytes: usize,
-    /// `[row][16]`, read and written.
-    pub acc: *mut f32,
+    /// 16 for each row, read and written.
+    pub acc: [*mut f32; MAX_TILE_ROWS],
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -96,7 +102,11 @@ pub(super) struct Kernels {
     /// Each 64 bytes to 64 low, then 64 high nibbles.
     pub unpack_nibbles: unsafe fn(&[u8], &mut [u8]),
     /// Row `r` of the rows (the last argument) of a tile; see [`super::activations`].
-    pub quantize_row: unsafe fn(&[f32], &mut ActivationTileMut<'_>, usize, usize),
+    pub quantize_row: unsafe fn(&[f32], &mut ActivationTileMut<'_, i8>, usize, usize),
+    /// As `quantize_row`, to int16.
+    pub quantize_row_wide: unsafe fn(&[f32], &mut ActivationTileMut<'_, i16>, usize, usize),
+    /// The residual of a block of the row that the last argument counts in its tile.
+    pub quantize_residual: unsafe fn(&[f32; BLOCK], &mut ResidualTileMut<'_>, usize),
 }
 
 impl Kernels {

@@ -38,6 +38,11 @@ impl Kind {
         }
     }
 
+    /// Whether activations are int16, not int8: see [`super::activations`].
+    pub(super) const fn is_wide(self) -> bool {
+        matches!(self, Self::U6 | Self::I8)
+    }
+
     /// Bytes of the quants of a panel for 32 columns.
     pub(super) const fn block_bytes(self) -> usize {
         match self {

@@ -3,7 +3,7 @@
 // Loops over rows and halves index several register arrays at once.
 #![allow(clippy::needless_range_loop)]
 
-use super::activations::{self, ActivationTileMut, QuantizedBlock};
+use super::activations::{self, ActivationTileMut, QuantizedBlock, RESIDUAL_STEPS, ResidualTileMut};
 use super::kernel::{self, FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, Source};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use crate::DType;
@@ -11,8 +11,16 @@ use half::{bf16, f16};
 use std::slice;
 
 /// Functions of this file; none needs any instruction set.
-pub(super) const KERNELS: Kernels =
-    Kernels { tile_rows: 4, quant, float, expand_scales, unpack_nibbles: kernel::unpack_nibbles, quantize_row };
+pub(super) const KERNELS: Kernels = Kernels {
+    tile_rows: 4,
+    quant,
+    float,
+    expand_scales,
+    unpack_nibbles: kernel::unpack_nibbles,
+    quantize_row,
+    quantize_row_wide,
+    quantize_residual,
+};
 
 fn expand_scales(format: Format, scales: &[u8], d: &mut [f32], m: &mut [f32]) {
     kernel::expand_scales(format, scales, d, m, |halves| {
@@ -20,20 +28,52 @@ fn expand_scales(format: Format, scales: &[u8], d: &mut [f32], m: &mut [f32]) {
     });
 }
 
-fn quantize_row(x: &[f32], to: &mut ActivationTileMut<'_>, r: usize, rows: usize) {
+fn quantize_row(x: &[f32], to: &mut ActivationTileMut<'_, i8>, r: usize, rows: usize) {
     activations::quantize_row(x, to, r, rows, quantize_block);
 }
 
+fn quantize_row_wide(x: &[f32], to: &mut ActivationTileMut<'_, i16>, r: usize, rows: usize) {
+    activations::quantize_row_wide(x, to, r, rows, quantize_block_wide);
+}
+
+fn quantize_residual(x: &[f32; BLOCK], to: &mut ResidualTileMut<'_>, r: usize) {
+    activations::quantize_residual(x, to, r, residual_block);
+}
+
 /// Rounds `x / scale` to the nearest (even at a tie), with `scale = max|x| / 127`. The scale is NaN if `x` has a NaN.
-fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> QuantizedBlock {
-    let max = x.iter().fold(0.0f32, |max, v| max.max(v.abs()));
-    let inverse = if max > 0.0 { 127.0 / max } else { 0.0 };
+fn quantize_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> QuantizedBlock<1> {
+    let (inverse, scale) = scale(x, 127.0);
     for (q, v) in out.iter_mut().zip(x) {
         *q = (v * inverse).round_ties_even() as i8;
     }
-    let sum = |q: &[i8]| q.iter().map(|&q| i32::from(q)).sum();
-    let sums = [sum(&out[..16]), sum(&out[16..])];
-    QuantizedBlock { scale: if x.iter().any(|v| v.is_nan()) { f32::NAN } else { max / 127.0 }, sums }
+    QuantizedBlock { scale, sums: [out.iter().map(|&q| i32::from(q)).sum()] }
+}
+
+/// As [`quantize_block`], to 32767.
+fn quantize_block_wide(x: &[f32; BLOCK], out: &mut [i16; BLOCK]) -> QuantizedBlock<2> {
+    let (inverse, scale) = scale(x, 32767.0);
+    for (q, v) in out.iter_mut().zip(x) {
+        *q = (v * inverse).round_ties_even() as i16;
+    }
+    let sum = |q: &[i16]| q.iter().map(|&q| i32::from(q)).sum();
+    QuantizedBlock { scale, sums: [sum(&out[..16]), sum(&out[16..])] }
+}
+
+/// What [`quantize_block`] leaves of `x`, in steps of its scale / [`RESIDUAL_STEPS`].
+fn residual_block(x: &[f32; BLOCK], out: &mut [i8; BLOCK]) -> QuantizedBlock<1> {
+    let mut first = [0; BLOCK];
+    let scale = quantize_block(x, &mut first).scale / RESIDUAL_STEPS;
+    for ((q, v), first) in out.iter_mut().zip(x).zip(first) {
+        *q = ((v - f32::from(first) * (scale * RESIDUAL_STEPS)) / scale).round_ties_even() as i8;
+    }
+    QuantizedBlock { scale, sums: [out.iter().map(|&q| i32::from(q)).sum()] }
+}
+
+/// What to multiply `x` by, and the scale: `limit / max|x|` and `max|x| / limit`.
+fn scale(x: &[f32; BLOCK], limit: f32) -> (f32, f32) {
+    let max = x.iter().fold(0.0f32, |max, v| max.max(v.abs()));
+    let inverse = if max > 0.0 { limit / max } else { 0.0 };
+    (inverse, if x.iter().any(|v| v.is_nan()) { f32::NAN } else { max / limit })
 }
 
 fn quant(source: Source, _rows: usize) -> QuantKernel {
@@ -53,38 +93,43 @@ fn quant(source: Source, _rows: usize) -> QuantKernel {
 #[inline(always)]
 fn quant_tile(tile: &QuantTile, kind: Kind, quant: impl Fn(&[u8], usize) -> i16) {
     let (rows, n_blocks, n_subs) = (tile.rows, tile.n_blocks, BLOCK / kind.sub_len());
-    // SAFETY: the caller of a kernel vouches for these extents (`QuantKernel`).
-    let (quants, x, acc) = unsafe {
+    // SAFETY: the caller of a kernel vouches for these extents (`QuantKernel`), here and below.
+    let (quants, d, m, x_scale) = unsafe {
         (
             slice::from_raw_parts(tile.quants, n_blocks * kind.block_bytes()),
-            slice::from_raw_parts(tile.x, rows * n_blocks * BLOCK),
-            slice::from_raw_parts_mut(tile.acc, rows * PANEL),
-        )
-    };
-    // SAFETY: as above.
-    let (d, m, x_scale, x_sum) = unsafe {
-        (
             slice::from_raw_parts(tile.d, n_blocks * n_subs * PANEL),
             slice::from_raw_parts(tile.m, n_blocks * n_subs * PANEL),
             slice::from_raw_parts(tile.x_scale, rows * n_blocks),
-            slice::from_raw_parts(tile.x_sum, rows * n_blocks * n_subs),
         )
     };
+    // SAFETY: as above.
+    let x_sum = |at: usize| if tile.x_sum.is_null() { 0.0 } else { unsafe { *tile.x_sum.add(at) } };
     for (b, block) in quants.chunks_exact(kind.block_bytes()).enumerate() {
         let q: [i16; PANEL * BLOCK] = std::array::from_fn(|k| quant(block, k));
-        for (r, acc) in acc.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
+        for r in 0..rows {
+            // SAFETY: as above; rows have accumulators of their own.
+            let acc = unsafe { slice::from_raw_parts_mut(tile.acc[r], PANEL) };
             for sub in b * n_subs..(b + 1) * n_subs {
                 let mut sums = [0i32; PANEL];
                 for group in sub * kind.sub_len() / 4..(sub + 1) * kind.sub_len() / 4 {
-                    let x = &x[4 * (group * rows + r)..][..4];
+                    let at = group * rows + r;
+                    // SAFETY: as above; x is a buffer of i8 or i16 accordingly.
+                    let x: [i32; 4] = unsafe {
+                        if kind.is_wide() {
+                            let [a, c, b, d] = tile.x.cast::<[i16; 4]>().add(at).read();
+                            [a, b, c, d].map(i32::from)
+                        } else {
+                            tile.x.cast::<[i8; 4]>().add(at).read().map(i32::from)
+                        }
+                    };
                     let q = &q[group % (BLOCK / 4) * 64..][..64];
                     for (sum, q) in sums.iter_mut().zip(q.as_chunks::<4>().0) {
-                        *sum += (0..4).map(|i| i32::from(q[i]) * i32::from(x[i])).sum::<i32>();
+                        *sum += (0..4).map(|i| i32::from(q[i]) * x[i]).sum::<i32>();
                     }
                 }
                 for o in 0..PANEL {
                     let (d, m) = (d[sub * PANEL + o], m[sub * PANEL + o]);
-                    acc[o] += x_scale[b * rows + r] * (d * sums[o] as f32 + m * x_sum[sub * rows + r]);
+                    acc[o] += x_scale[b * rows + r] * (d * sums[o] as f32 + m * x_sum(sub * rows + r));
                 }
             }
         }

@@ -127,7 +127,7 @@ fn matches_the_references_in_all_formats() {
             for isa in available() {
                 for (x, got) in x.chunks(n_cols).zip(run(&mut pool, isa, &w, 5, &x, n_cols)) {
                     // Rounding in f32 over some thousand terms.
-                    let error = relative_error(&got, &reference::linear_int8(&parts, x));
+                    let error = relative_error(&got, &reference::linear_rounded(&parts, x));
                     assert!(error < 2e-5, "{dtype:?} {isa:?} {n_rows} × {n_cols}: {error}");
                     // Activations in 8 bits: each is off by up to 1/254 of its block's largest.
                     let error = relative_error(&got, &reference::linear(&parts, x));
@@ -162,7 +162,7 @@ fn extreme_quants_do_not_overflow() {
             let w = PackedWeight::new(&mut pool, &parts).unwrap();
             for sign in [1.0, -1.0] {
                 let x = vec![sign; n_cols];
-                let want = reference::linear_int8(&parts, &x);
+                let want = reference::linear_rounded(&parts, &x);
                 for isa in available() {
                     let got = &run(&mut pool, isa, &w, 1, &x, n_cols)[0];
                     let close = |(g, w): (&f32, &f32)| (g - w).abs() <= 1e-5 * w.abs() + 1e-2;

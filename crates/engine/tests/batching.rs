@@ -16,7 +16,7 @@ use kwire_kernels::cpu::CpuBackend;
 use serde_json::Value;
 
 const N_REQUESTS: usize = 32;
-const OUTPUT_LEN: usize = 24;
+const OUTPUT_LEN: usize = 16;
 
 /// Prompts of 1 to 190 tokens; every third shares a long prefix; greedy and seeded sampling in turn.
 fn request(i: usize, text: &[u32]) -> Request {

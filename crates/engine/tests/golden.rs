@@ -41,22 +41,29 @@ fn every_family_gives_the_reference_logits() {
     }
 }
 
-/// Greatest absolute error with quantized weights: activations meet them as int8.
-const QUANTIZED_TOLERANCE: f32 = 9.15;
+/// GGUF files and the greatest absolute error each may have; the logits' standard deviation is about 2. With 8-bit weights
+/// activations keep 16 bits, with fewer they have 8: these tiny random models amplify the rounding (a wrong permutation,
+/// rotation or block layout gives errors above 4).
+const GGUF: &[(&str, f32)] = &[
+    ("llama-f16", F32_TOLERANCE),
+    ("llama-q8_0", 1e-2),
+    ("llama-tied-q8_0", 1e-2),
+    ("qwen2-q8_0", 1e-2),
+    ("llama-q5_1", 0.7),
+    ("llama-q4_0", 0.7),
+    ("llama-q4_0-v2", 0.7),
+    ("llama-q4_k_m", 0.7),
+    ("qwen2-q4_0", 0.7),
+];
 
 #[test]
 fn gguf_files_give_the_reference_logits() {
-    for name in
-        ["llama-f16", "llama-q4_0", "llama-q4_0-v2", "llama-q5_1", "llama-q8_0", "llama-tied-q8_0", "llama-q4_k_m"]
-            .into_iter()
-            .chain(["qwen2-q4_0", "qwen2-q8_0"])
-    {
+    for (name, tolerance) in GGUF {
         let reference = golden(&fixture(&format!("gguf/{}.golden.safetensors", name.trim_end_matches("-v2"))));
         let mut model = Model::open(&fixture(&format!("gguf/{name}.gguf")), EXACT);
         let error = reference.max_error(&model.logits(&reference.tokens, 48));
         println!("{name}: maximum error {error:.2e}");
-        let tolerance = if name == "llama-f16" { F32_TOLERANCE } else { QUANTIZED_TOLERANCE };
-        assert!(error < tolerance, "{name}: {error}");
+        assert!(error < *tolerance, "{name}: {error}");
     }
 }
 
@@ -85,7 +92,11 @@ fn alterations(config: &Value) -> Vec<(String, Value)> {
         alter("/sliding_window", json!(8));
         alter("/sliding_window", json!(40));
         alter("/use_sliding_window", json!(false));
-        alter("/max_window_layers", json!(2));
+        // Where there is a list, it decides.
+        match config.get("layer_types") {
+            Some(_) => alter("/layer_types/1", json!("full_attention")),
+            None => alter("/max_window_layers", json!(2)),
+        }
     }
     for rope in ["/rope_scaling", "/rope_parameters"] {
         alter(&format!("{rope}/factor"), json!(2.0));

@@ -78,6 +78,15 @@ impl CpuBackend {
         })
     }
 
+    /// Makes room for linear layers whose rows × input features are at most `max_values`, [`linear::Scratch::bytes`] in all.
+    /// Without such a call at start, the first steps do it, which no memory plan has counted.
+    pub fn reserve_linear(&mut self, max_values: usize) {
+        if max_values > self.linear_values {
+            self.linear_values = max_values;
+            self.linear = linear::Scratch::new(self.isa, self.pool.n_workers(), max_values);
+        }
+    }
+
     /// The instruction set in use.
     pub fn isa(&self) -> Isa {
         self.isa
@@ -150,8 +159,7 @@ impl Backend for CpuBackend {
         assert!(out.cols >= w.n_rows(), "output features");
         if rows * x.cols > self.linear_values {
             // Once per width at most: room for all rows that the tensor can have.
-            self.linear_values = x.capacity * x.cols;
-            self.linear = linear::Scratch::new(self.isa, self.pool.n_workers(), self.linear_values);
+            self.reserve_linear(x.capacity * x.cols);
         }
         let input = Rows { data: x.rows(rows), stride: x.cols };
         let stride = out.cols;

@@ -10,7 +10,9 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::activations::{self, ActivationTileMut, QuantizedBlock, RESIDUAL_STEPS, ResidualTileMut};
-use super::kernel::{self, FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, Source};
+use super::kernel::{
+    self, FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, ResidualKernel, ResidualRun, Source,
+};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use crate::DType;
 use std::arch::asm;
@@ -20,6 +22,7 @@ use std::arch::x86_64::*;
 pub(super) const KERNELS: Kernels = Kernels {
     tile_rows: 4,
     quant,
+    residual,
     float,
     expand_scales,
     unpack_nibbles,
@@ -161,14 +164,22 @@ fn quant(source: Source, rows: usize) -> QuantKernel {
     }
 }
 
+/// The kernel for residuals: all tiles in one call.
+fn residual(source: Source) -> ResidualKernel {
+    match source {
+        Source::Packed(Kind::U4) => residual_run::<Nibbles>,
+        Source::Packed(Kind::U5) => residual_run::<Bytes<2>>,
+        Source::UnpackedU4 => residual_run::<Bytes<4>>,
+        Source::Packed(Kind::U6 | Kind::I8) => unreachable!("they meet int16"),
+    }
+}
+
 fn by_rows<Q: Quants>(rows: usize) -> QuantKernel {
     match rows {
         1 => quant_tile::<Q, 1>,
         2 => quant_tile::<Q, 2>,
         3 => quant_tile::<Q, 3>,
         4 => quant_tile::<Q, 4>,
-        5 => quant_tile::<Q, 5>,
-        6 => quant_tile::<Q, 6>,
         _ => unreachable!("at most tile_rows"),
     }
 }
@@ -294,6 +305,37 @@ impl<const SIGNED: bool, const S: usize> Quants for Wide<SIGNED, S> {
 /// As [`QuantKernel`], for `M` rows.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
+    // SAFETY: by this function's own condition.
+    unsafe { tile_at::<Q, M>(tile, |r| r) }
+}
+
+/// # Safety
+/// As [`ResidualKernel`].
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn residual_run<Q: Quants>(run: &ResidualRun<'_>) {
+    for tile in run.tiles {
+        // SAFETY: the caller vouches for the run; the list holds the tile's rows.
+        unsafe {
+            let (tile, rows) = run.tile(tile, Q::BLOCK_BYTES);
+            let place = |r: usize| *rows.add(r) as usize;
+            match tile.rows {
+                1 => tile_at::<Q, 1>(&tile, place),
+                2 => tile_at::<Q, 2>(&tile, place),
+                3 => tile_at::<Q, 3>(&tile, place),
+                4 => tile_at::<Q, 4>(&tile, place),
+                _ => unreachable!("at most tile_rows"),
+            }
+        }
+    }
+}
+
+/// Row `r` accumulates at `place(r)`.
+///
+/// # Safety
+/// As [`quant_tile`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn tile_at<Q: Quants, const M: usize>(tile: &QuantTile, place: impl Fn(usize) -> usize) {
     debug_assert_eq!(tile.rows, M);
     let n_subs = BLOCK / Q::SUB_LEN;
     for b in 0..tile.n_blocks {
@@ -309,7 +351,7 @@ unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
                 for r in 0..M {
                     let x_scale = _mm256_broadcast_ss(&*tile.x_scale.add(b * M + r));
                     for h in 0..2 {
-                        let acc = tile.acc[r].add(8 * h);
+                        let acc = tile.acc.add(place(r) * PANEL + 8 * h);
                         let sum = _mm256_cvtepi32_ps(sums[r][h]);
                         let u = if Q::HAS_MIN {
                             let x_sum = _mm256_broadcast_ss(&*tile.x_sum.add(sub * M + r));
@@ -418,8 +460,6 @@ fn float_by_rows<F: Float>(rows: usize) -> FloatKernel {
         2 => float_tile::<F, 2>,
         3 => float_tile::<F, 3>,
         4 => float_tile::<F, 4>,
-        5 => float_tile::<F, 5>,
-        6 => float_tile::<F, 6>,
         _ => unreachable!("at most tile_rows"),
     }
 }

@@ -6,13 +6,13 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::avx2;
-use super::kernel::{FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, Source};
+use super::kernel::{FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, ResidualKernel, ResidualRun, Source};
 use super::layout::{BLOCK, Kind, PANEL};
 use crate::DType;
 use std::arch::x86_64::*;
 
 /// Functions of this file: all need AVX-512 F, BW, VL and VNNI beside what [`avx2`] needs.
-pub(super) const KERNELS: Kernels = Kernels { tile_rows: 8, quant, float, ..avx2::KERNELS };
+pub(super) const KERNELS: Kernels = Kernels { tile_rows: 8, quant, residual, float, ..avx2::KERNELS };
 
 fn quant(source: Source, rows: usize) -> QuantKernel {
     match source {
@@ -20,6 +20,15 @@ fn quant(source: Source, rows: usize) -> QuantKernel {
         Source::Packed(Kind::U5) | Source::UnpackedU4 => by_rows::<Bytes>(rows),
         Source::Packed(Kind::U6) => by_rows::<Wide<false, 16>>(rows),
         Source::Packed(Kind::I8) => by_rows::<Wide<true, BLOCK>>(rows),
+    }
+}
+
+/// The kernel for residuals: all tiles in one call.
+fn residual(source: Source) -> ResidualKernel {
+    match source {
+        Source::Packed(Kind::U4) => residual_run::<Nibbles>,
+        Source::Packed(Kind::U5) | Source::UnpackedU4 => residual_run::<Bytes>,
+        Source::Packed(Kind::U6 | Kind::I8) => unreachable!("they meet int16"),
     }
 }
 
@@ -113,12 +122,47 @@ impl<const SIGNED: bool, const S: usize> Quants for Wide<SIGNED, S> {
 /// As [`QuantKernel`], for `M` rows.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
 unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
+    // SAFETY: by this function's own condition.
+    unsafe { tile_at::<Q, M>(tile, |r| r) }
+}
+
+/// # Safety
+/// As [`ResidualKernel`].
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn residual_run<Q: Quants>(run: &ResidualRun<'_>) {
+    for tile in run.tiles {
+        // SAFETY: the caller vouches for the run; the list holds the tile's rows.
+        unsafe {
+            let (tile, rows) = run.tile(tile, Q::BLOCK_BYTES);
+            let place = |r: usize| *rows.add(r) as usize;
+            match tile.rows {
+                1 => tile_at::<Q, 1>(&tile, place),
+                2 => tile_at::<Q, 2>(&tile, place),
+                3 => tile_at::<Q, 3>(&tile, place),
+                4 => tile_at::<Q, 4>(&tile, place),
+                5 => tile_at::<Q, 5>(&tile, place),
+                6 => tile_at::<Q, 6>(&tile, place),
+                7 => tile_at::<Q, 7>(&tile, place),
+                8 => tile_at::<Q, 8>(&tile, place),
+                _ => unreachable!("at most tile_rows"),
+            }
+        }
+    }
+}
+
+/// Row `r` accumulates at `place(r)`.
+///
+/// # Safety
+/// As [`quant_tile`].
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512vnni")]
+unsafe fn tile_at<Q: Quants, const M: usize>(tile: &QuantTile, place: impl Fn(usize) -> usize) {
     debug_assert_eq!(tile.rows, M);
     let n_subs = BLOCK / Q::SUB_LEN;
     let n_pairs = Q::SUB_LEN / 8;
     // SAFETY: all accesses are within the tile's extents, which the caller vouches for.
     unsafe {
-        let mut acc: [__m512; M] = std::array::from_fn(|r| _mm512_loadu_ps(tile.acc[r]));
+        let mut acc: [__m512; M] = std::array::from_fn(|r| _mm512_loadu_ps(tile.acc.add(place(r) * PANEL)));
         for b in 0..tile.n_blocks {
             tile.prefetch_share(b);
             for s in 0..n_subs {
@@ -148,7 +192,7 @@ unsafe fn quant_tile<Q: Quants, const M: usize>(tile: &QuantTile) {
             }
         }
         for (r, acc) in acc.iter().enumerate() {
-            _mm512_storeu_ps(tile.acc[r], *acc);
+            _mm512_storeu_ps(tile.acc.add(place(r) * PANEL), *acc);
         }
     }
 }

@@ -7,12 +7,13 @@ use std::ptr::NonNull;
 /// From this size on the system is asked for huge pages: streaming weights through 4 KiB pages misses the TLB.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Plain numbers for which any bits, zeros among them, are a value.
+/// Plain numbers, or structs of them, for which any bits, zeros among them, are a value.
 pub(super) trait Plain: Copy {}
 impl Plain for u8 {}
 impl Plain for i8 {}
 impl Plain for i16 {}
 impl Plain for u32 {}
+impl Plain for super::activations::ResidualTile {}
 impl Plain for f32 {}
 
 /// `len` values of `T`, zero at first, aligned to a cache line or more.

@@ -2,7 +2,7 @@
 
 use super::activations::{Activations, Residuals};
 use super::buffer::Buffer;
-use super::kernel::{FloatTile, Kernels, MAX_TILE_ROWS, QuantTile, Source};
+use super::kernel::{FloatTile, Kernels, QuantTile, ResidualRun, Source};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use super::{PackedWeight, Part};
 use crate::cpu::{Isa, Pool};
@@ -284,7 +284,7 @@ impl Linear<'_> {
                 self.quant_run(kind, &run, first_row + row, acc, prefetch, prefetch_bytes);
             }
             if !kind.is_wide() {
-                self.residual_run(kind, &run, first_row / self.unit_rows, acc);
+                self.residual_run(&run, first_row / self.unit_rows, acc);
             }
         }
     }
@@ -309,8 +309,6 @@ impl Linear<'_> {
             let x = self.activations.narrow(first_row, rows, n_cols);
             (x.q[at..].as_ptr().cast(), &x.scale[block..], x.sum[block..].as_ptr())
         };
-        let mut to = [std::ptr::null_mut(); MAX_TILE_ROWS];
-        to.iter_mut().zip(acc).for_each(|(to, acc)| *to = acc.as_mut_ptr());
         let tile = QuantTile {
             rows,
             quants: run.quants.as_ptr(),
@@ -322,7 +320,7 @@ impl Linear<'_> {
             n_blocks: run.cols / BLOCK,
             prefetch: if prefetch.is_empty() { std::ptr::null() } else { prefetch.as_ptr() },
             prefetch_bytes,
-            acc: to,
+            acc: acc.as_mut_ptr().cast(),
         };
         // SAFETY: the slices above hold `cols` columns from `start` on of all that the tile points to, and `Scratch::new`
         // checked that the instruction set is available.
@@ -330,32 +328,25 @@ impl Linear<'_> {
     }
 
     /// Adds the residuals of the run's outlier blocks, block by block. For a row it is the same order in any batch.
-    fn residual_run(&self, kind: Kind, run: &Run<'_>, unit: usize, acc: &mut [[f32; PANEL]]) {
-        let (n_blocks, tile_rows) = (self.w.n_cols() / BLOCK, self.kernels.tile_rows);
-        let block_bytes = run.quants.len() / (run.cols / BLOCK);
-        debug_assert_eq!(kind.sub_len(), BLOCK);
-        for b in 0..run.cols / BLOCK {
-            for x in self.residuals.tiles(unit, run.start / BLOCK + b, tile_rows, n_blocks) {
-                let mut to = [std::ptr::null_mut(); MAX_TILE_ROWS];
-                to.iter_mut().zip(x.rows).for_each(|(to, &row)| *to = acc[row as usize].as_mut_ptr());
-                let tile = QuantTile {
-                    rows: x.rows.len(),
-                    quants: run.quants[b * block_bytes..][..block_bytes].as_ptr(),
-                    d: run.d[b * PANEL..][..PANEL].as_ptr(),
-                    m: run.m[b * PANEL..][..PANEL].as_ptr(),
-                    x: x.q.as_ptr().cast(),
-                    x_scale: x.scale.as_ptr(),
-                    x_sum: x.sum.as_ptr(),
-                    n_blocks: 1,
-                    prefetch: std::ptr::null(),
-                    prefetch_bytes: 0,
-                    acc: to,
-                };
-                // SAFETY: the slices above hold one block of all that the tile points to, the rows of a list differ, and
-                // `Scratch::new` checked that the instruction set is available.
-                unsafe { (self.kernels.quant)(run.source, x.rows.len())(&tile) };
-            }
+    fn residual_run(&self, run: &Run<'_>, unit: usize, acc: &mut [[f32; PANEL]]) {
+        let blocks = run.start / BLOCK..(run.start + run.cols) / BLOCK;
+        let first_block = blocks.start;
+        let tiles = self.residuals.tiles(unit, blocks, self.w.n_cols() / BLOCK);
+        if tiles.is_empty() {
+            return;
         }
+        let run_of_tiles = ResidualRun {
+            tiles,
+            residuals: self.residuals,
+            first_block,
+            quants: run.quants.as_ptr(),
+            d: run.d.as_ptr(),
+            m: run.m.as_ptr(),
+            acc: acc.as_mut_ptr().cast(),
+        };
+        // SAFETY: the run has all blocks of the tiles, `acc` all rows of the unit, the rows of a tile differ, and
+        // `Scratch::new` checked that the instruction set is available.
+        unsafe { (self.kernels.residual)(run.source)(&run_of_tiles) };
     }
 
     fn float_panel(&self, worker: &mut Worker, part: &Part, panel: &[u8], first_row: usize, rows: usize) {

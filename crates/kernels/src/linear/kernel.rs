@@ -8,14 +8,11 @@
 //! with `I` the exact integer sum of `q * x`, `S` that of `x`, and `s` the activation scale. After each run of columns the
 //! residuals of its outlier blocks follow, block by block, by the same two steps: they are tiles of one block.
 
-use super::activations::{ActivationTileMut, ResidualTileMut};
+use super::activations::{ActivationTileMut, ResidualTile, ResidualTileMut, Residuals};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use super::portable;
 use crate::DType;
 use crate::cpu::Isa;
-
-/// Most rows of a tile on any instruction set.
-pub(super) const MAX_TILE_ROWS: usize = 8;
 
 /// One quantized tile. Row `r` of `rows`, interleaved: group of 4 columns `g` at `x[4 * (g * rows + r)]`, scale of block `b`
 /// at `x_scale[b * rows + r]`, sum of sub-block `s` at `x_sum[s * rows + r]`.
@@ -38,8 +35,8 @@ pub(super) struct QuantTile {
     /// address will do; null: none.
     pub prefetch: *const u8,
     pub prefetch_bytes: usize,
-    /// 16 for each row, read and written.
-    pub acc: [*mut f32; MAX_TILE_ROWS],
+    /// `[row][16]`, read and written.
+    pub acc: *mut f32,
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -56,6 +53,50 @@ impl QuantTile {
                     _mm_prefetch::<_MM_HINT_T0>(self.prefetch.wrapping_add(b * self.prefetch_bytes + line * 64).cast());
                 }
             }
+        }
+    }
+}
+
+/// The outlier blocks of a run of columns of a unit's rows: tiles of one block, of rows that need not be neighbours.
+pub(super) struct ResidualRun<'a> {
+    pub tiles: &'a [ResidualTile],
+    pub residuals: &'a Residuals,
+    /// Block of the row at which the run, and what follows, begins.
+    pub first_block: usize,
+    pub quants: *const u8,
+    /// `[block][16]`.
+    pub d: *const f32,
+    /// `[block][16]`.
+    pub m: *const f32,
+    /// `[row of the unit][16]`, read and written.
+    pub acc: *mut f32,
+}
+
+impl ResidualRun<'_> {
+    /// A tile, and which rows of `acc` its rows are.
+    ///
+    /// # Safety
+    /// The tile is one of the run's, and the run's pointers are valid for what the tile implies.
+    #[inline(always)]
+    pub(super) unsafe fn tile(&self, tile: &ResidualTile, block_bytes: usize) -> (QuantTile, *const u32) {
+        let (block, first) = (tile.block as usize - self.first_block, tile.first as usize);
+        let from = self.residuals;
+        // SAFETY: the lists hold the tile's rows, and the run its block.
+        unsafe {
+            let tile = QuantTile {
+                rows: tile.n_rows as usize,
+                quants: self.quants.add(block * block_bytes),
+                d: self.d.add(block * PANEL),
+                m: self.m.add(block * PANEL),
+                x: from.q.as_ptr().add(first * BLOCK).cast(),
+                x_scale: from.scale.as_ptr().add(first),
+                x_sum: from.sum.as_ptr().add(first),
+                n_blocks: 1,
+                prefetch: std::ptr::null(),
+                prefetch_bytes: 0,
+                acc: self.acc,
+            };
+            (tile, from.rows.as_ptr().add(first))
         }
     }
 }
@@ -86,6 +127,8 @@ pub(super) enum Source {
 /// # Safety
 /// The instruction set is available, and all pointers are valid for the extents that the tile's fields imply.
 pub(super) type QuantKernel = unsafe fn(&QuantTile);
+/// As [`QuantKernel`], for all of a run's tiles.
+pub(super) type ResidualKernel = unsafe fn(&ResidualRun<'_>);
 /// As [`QuantKernel`].
 pub(super) type FloatKernel = unsafe fn(&FloatTile);
 
@@ -95,6 +138,8 @@ pub(super) struct Kernels {
     pub tile_rows: usize,
     /// The kernel for tiles of so many rows.
     pub quant: fn(Source, usize) -> QuantKernel,
+    /// The kernel for residuals.
+    pub residual: fn(Source) -> ResidualKernel,
     /// As `quant`.
     pub float: fn(DType, usize) -> FloatKernel,
     /// Scales of the given scale area to `d` and `m`, `[sub-block][16]`.

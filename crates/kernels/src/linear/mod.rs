@@ -1,11 +1,13 @@
 //! Linear layers: `out = x · wᵀ + bias`, with weights kept in the checkpoint's own format.
 //!
-//! Quantized weights meet activations quantized to int8 per row and 32 columns; sums within a block are exact integers,
+//! Quantized weights meet activations quantized per row and 32 columns, as precisely as the weights deserve: to int8, with a
+//! second int8 term for outlier blocks, for 4- and 5-bit formats, and to int16 for wider ones. Sums within a block are exact integers,
 //! across blocks f32. Float weights meet f32 activations. 4- and 8-bit formats take in memory what they take in the file (K-quants 3 %
 //! more), 5- and 6-bit ones are widened to 8 bits.
 //!
 //! Invariant: an output row depends on its input row alone. It has the same bits whatever the number of rows, the place in the
-//! batch and the number of workers, since float operations have one order for all tile sizes (see [`kernel`]). Instruction
+//! batch and the number of workers, since float operations have one order for all tile sizes (see [`kernel`]), and a row's
+//! outliers are chosen and added for that row alone. Instruction
 //! sets may differ in the last bits.
 
 mod activations;

@@ -4,7 +4,9 @@
 #![allow(clippy::needless_range_loop)]
 
 use super::activations::{self, ActivationTileMut, QuantizedBlock, RESIDUAL_STEPS, ResidualTileMut};
-use super::kernel::{self, FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, Source};
+use super::kernel::{
+    self, FloatKernel, FloatTile, Kernels, QuantKernel, QuantTile, ResidualKernel, ResidualRun, Source,
+};
 use super::layout::{BLOCK, Format, Kind, PANEL};
 use crate::DType;
 use half::{bf16, f16};
@@ -14,6 +16,7 @@ use std::slice;
 pub(super) const KERNELS: Kernels = Kernels {
     tile_rows: 4,
     quant,
+    residual,
     float,
     expand_scales,
     unpack_nibbles: kernel::unpack_nibbles,
@@ -78,20 +81,47 @@ fn scale(x: &[f32; BLOCK], limit: f32) -> (f32, f32) {
 
 fn quant(source: Source, _rows: usize) -> QuantKernel {
     match source {
-        Source::Packed(Kind::U4) => {
-            |tile| quant_tile(tile, Kind::U4, |w, k| i16::from(w[k / 128 * 64 + k % 64] >> (k / 64 % 2 * 4) & 15))
-        }
-        Source::Packed(Kind::U5) => |tile| quant_tile(tile, Kind::U5, |w, k| i16::from(w[k])),
-        Source::Packed(Kind::U6) => |tile| quant_tile(tile, Kind::U6, |w, k| i16::from(w[k])),
-        Source::Packed(Kind::I8) => |tile| quant_tile(tile, Kind::I8, |w, k| i16::from(w[k].cast_signed())),
+        Source::Packed(Kind::U4) => |tile| quant_tile(tile, Kind::U4, |r| r, nibble),
+        Source::Packed(Kind::U5) => |tile| quant_tile(tile, Kind::U5, |r| r, byte),
+        Source::Packed(Kind::U6) => |tile| quant_tile(tile, Kind::U6, |r| r, byte),
+        Source::Packed(Kind::I8) => |tile| quant_tile(tile, Kind::I8, |r| r, |w, k| i16::from(w[k].cast_signed())),
         // As wide as a 5-bit quant, and with the same sub-blocks.
-        Source::UnpackedU4 => |tile| quant_tile(tile, Kind::U5, |w, k| i16::from(w[k])),
+        Source::UnpackedU4 => |tile| quant_tile(tile, Kind::U5, |r| r, byte),
     }
 }
 
-/// `quant(block, 64 * group + 4 * output + i)` is the integer at column `4 * group + i`.
+fn residual(source: Source) -> ResidualKernel {
+    match source {
+        Source::Packed(Kind::U4) => |run| residual_run(run, Kind::U4, nibble),
+        Source::Packed(Kind::U5) | Source::UnpackedU4 => |run| residual_run(run, Kind::U5, byte),
+        Source::Packed(Kind::U6 | Kind::I8) => unreachable!("they meet int16"),
+    }
+}
+
+fn nibble(block: &[u8], k: usize) -> i16 {
+    i16::from(block[k / 128 * 64 + k % 64] >> (k / 64 % 2 * 4) & 15)
+}
+
+fn byte(block: &[u8], k: usize) -> i16 {
+    i16::from(block[k])
+}
+
 #[inline(always)]
-fn quant_tile(tile: &QuantTile, kind: Kind, quant: impl Fn(&[u8], usize) -> i16) {
+fn residual_run(run: &ResidualRun<'_>, kind: Kind, quant: impl Fn(&[u8], usize) -> i16 + Copy) {
+    for tile in run.tiles {
+        // SAFETY: the caller of a kernel vouches for its run (`ResidualKernel`); the list holds the tile's rows.
+        let (tile, rows) = unsafe {
+            let (tile, rows) = run.tile(tile, kind.block_bytes());
+            let n = tile.rows;
+            (tile, slice::from_raw_parts(rows, n))
+        };
+        quant_tile(&tile, kind, |r| rows[r] as usize, quant);
+    }
+}
+
+/// `quant(block, 64 * group + 4 * output + i)` is the integer at column `4 * group + i`; row `r` accumulates at `place(r)`.
+#[inline(always)]
+fn quant_tile(tile: &QuantTile, kind: Kind, place: impl Fn(usize) -> usize, quant: impl Fn(&[u8], usize) -> i16) {
     let (rows, n_blocks, n_subs) = (tile.rows, tile.n_blocks, BLOCK / kind.sub_len());
     // SAFETY: the caller of a kernel vouches for these extents (`QuantKernel`), here and below.
     let (quants, d, m, x_scale) = unsafe {
@@ -108,7 +138,7 @@ fn quant_tile(tile: &QuantTile, kind: Kind, quant: impl Fn(&[u8], usize) -> i16)
         let q: [i16; PANEL * BLOCK] = std::array::from_fn(|k| quant(block, k));
         for r in 0..rows {
             // SAFETY: as above; rows have accumulators of their own.
-            let acc = unsafe { slice::from_raw_parts_mut(tile.acc[r], PANEL) };
+            let acc = unsafe { slice::from_raw_parts_mut(tile.acc.add(place(r) * PANEL), PANEL) };
             for sub in b * n_subs..(b + 1) * n_subs {
                 let mut sums = [0i32; PANEL];
                 for group in sub * kind.sub_len() / 4..(sub + 1) * kind.sub_len() / 4 {

@@ -15,7 +15,7 @@ pub fn linear(parts: &[WeightPart<'_>], x: &[f32]) -> Vec<f32> {
 pub fn linear_rounded(parts: &[WeightPart<'_>], x: &[f32]) -> Vec<f32> {
     let rounded = |dtype: DType| match dtype {
         DType::F32 | DType::F16 | DType::Bf16 => x.to_vec(),
-        DType::Q6K | DType::Q8_0 => x.chunks(32).flat_map(|x| round_block(x, largest(x) / 32767.0)).collect(),
+        DType::Q6K | DType::Q8_0 => x.chunks(32).flat_map(|x| round_block(x, largest(x), 32767.0)).collect(),
         DType::Q4_0 | DType::Q4_1 | DType::Q4K | DType::Q5_0 | DType::Q5_1 | DType::Q5K => round_narrow(x),
     };
     parts.iter().flat_map(|part| part_outputs(part, rounded)).collect()
@@ -25,11 +25,11 @@ fn round_narrow(x: &[f32]) -> Vec<f32> {
     let squares: f64 = x.chunks(32).map(|x| f64::from(largest(x)).powi(2)).sum();
     let rms = (squares / (x.len() / 32) as f64).sqrt();
     let round = |x: &[f32]| {
-        let s = largest(x) / 127.0;
-        let mut rounded = round_block(x, s);
-        if f64::from(largest(x)) > 1.5 * rms {
+        let max = largest(x);
+        let mut rounded = round_block(x, max, 127.0);
+        if f64::from(max) > 1.5 * rms {
             let rest: Vec<f32> = x.iter().zip(&rounded).map(|(x, rounded)| x - rounded).collect();
-            rounded.iter_mut().zip(round_block(&rest, s / 254.0)).for_each(|(rounded, rest)| *rounded += rest);
+            rounded.iter_mut().zip(round_block(&rest, max / 254.0, 127.0)).for_each(|(rounded, rest)| *rounded += rest);
         }
         rounded
     };
@@ -40,9 +40,10 @@ fn largest(x: &[f32]) -> f32 {
     x.iter().fold(0.0f32, |max, v| max.max(v.abs()))
 }
 
-/// The multiples of `s` nearest to the values.
-fn round_block(x: &[f32], s: f32) -> Vec<f32> {
-    x.iter().map(|v| if s > 0.0 { (v / s).round_ties_even() * s } else { 0.0 }).collect()
+/// The multiples of `max / limit` nearest to the values.
+fn round_block(x: &[f32], max: f32, limit: f32) -> Vec<f32> {
+    let inverse = if max > 0.0 { limit / max } else { 0.0 };
+    x.iter().map(|v| (v * inverse).round_ties_even() * (max / limit)).collect()
 }
 
 fn part_outputs(part: &WeightPart<'_>, x: impl Fn(DType) -> Vec<f32>) -> Vec<f32> {

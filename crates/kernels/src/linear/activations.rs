@@ -310,23 +310,6 @@ impl Residuals {
             }
         }
         let (mut q, mut scale, mut sum) = (&mut self.q[..], &mut self.scale[..], &mut self.sum[..]);
-<<<<<<< HEAD
-        let (starts, all_rows) = (&self.starts[..=n_lists], &self.rows[..]);
-        let lists = starts.array_windows().enumerate();
-        lists
-            .flat_map(move |(i, &[from, to])| {
-                let rows = all_rows[from as usize..to as usize].chunks(tile_rows);
-                rows.map(move |rows| (i, rows))
-            })
-            .map(move |(i, rows)| ResidualTileMut {
-                unit: i / n_blocks,
-                block: i % n_blocks,
-                rows,
-                q: q.split_off_mut(..rows.len() * BLOCK).expect("as many as the outliers"),
-                scale: scale.split_off_mut(..rows.len()).expect("as many as the outliers"),
-                sum: sum.split_off_mut(..rows.len()).expect("as many as the outliers"),
-            })
-=======
         let all_rows = &self.rows[..];
         self.tiles[..n_tiles as usize].iter().map(move |tile| {
             let n = tile.n_rows as usize;
@@ -339,7 +322,6 @@ impl Residuals {
                 sum: sum.split_off_mut(..n).expect("as many as rows"),
             }
         })
->>>>>>> linear2
     }
 
     /// The tiles of some blocks of a unit, block by block.

@@ -260,6 +260,8 @@ impl Scheduler {
         );
     }
 
+    /// Takes the slots back. The blocks go with the tables, which are dropped here.
+    #[expect(clippy::needless_pass_by_value, reason = "dropping it is the point")]
     fn free_residency(&mut self, residency: Residency) {
         self.free_slots.push(residency.slot);
         self.free_slots.extend_from_slice(&residency.fork_slots);

@@ -3,7 +3,7 @@
 use std::future::pending;
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use kwire_engine::EngineHandle;
@@ -139,10 +139,16 @@ fn server_config(config: &ServeConfig) -> ServerConfig {
 }
 
 fn ambient(clock: impl Fn() -> f64 + Send + Sync + 'static, seed: u64) -> Ambient {
-    let wall = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
-    let nanos =
-        SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| u64::from(d.subsec_nanos()) ^ d.as_secs() << 30);
-    Ambient::new(clock, wall, nanos ^ u64::from(std::process::id()) << 44 ^ seed)
+    let now = wall_clock();
+    let entropy = u64::from(now.subsec_nanos()) ^ now.as_secs() << 30 ^ u64::from(std::process::id()) << 44 ^ seed;
+    Ambient::new(clock, || wall_clock().as_secs(), entropy)
+}
+
+/// Time since 1970.
+#[expect(clippy::disallowed_types, reason = "answers carry the date at which they were made")]
+fn wall_clock() -> Duration {
+    use std::time::{SystemTime, UNIX_EPOCH};
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 fn url(address: SocketAddr) -> String {

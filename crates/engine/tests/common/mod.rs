@@ -63,7 +63,7 @@ pub fn golden(path: &Path) -> Golden {
     let chunks = |data: &[u8]| data.as_chunks::<4>().0.to_vec();
     assert_eq!(tokens.dtype(), safetensors::Dtype::I32);
     Golden {
-        tokens: chunks(tokens.data()).into_iter().map(|b| u32::from_le_bytes(b)).collect(),
+        tokens: chunks(tokens.data()).into_iter().map(u32::from_le_bytes).collect(),
         logits: chunks(logits.data()).into_iter().map(f32::from_le_bytes).collect(),
     }
 }

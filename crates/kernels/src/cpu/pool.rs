@@ -255,6 +255,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 #[cfg(test)]
+#[expect(clippy::disallowed_methods, reason = "slow and parked workers are what these tests are about")]
 mod tests {
     use super::*;
     use std::time::Duration;

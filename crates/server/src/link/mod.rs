@@ -27,6 +27,10 @@ pub struct ReportReceiver(mpsc::UnboundedReceiver<StepReport>);
 
 /// The sink that the engine thread calls, and the end that [`crate::Server::set_model`] takes. What waits in between is
 /// bounded by the tokens that accepted requests may still generate.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "admission bounds what can be in it, and the engine thread must not block"
+)]
 pub fn report_channel() -> (ReportSink, ReportReceiver) {
     let (sender, receiver) = mpsc::unbounded_channel();
     let sink = move |report| {

@@ -80,7 +80,7 @@ impl GenerationDefaults {
 
     /// Reads a `generation_config.json`.
     pub fn read(path: &Path) -> Result<Self, CheckpointError> {
-        Self::parse(path, &super::read_json_object(path)?)
+        Self::parse(path, &read_json_object(path)?)
     }
 
     /// These values, and `base`'s where they are not given.

@@ -32,6 +32,7 @@ const FENCES: &[Fence] = &[
             "kwire-engine",
             "kwire-fleet",
             "kwire-gateway",
+            "kwire-kernels",
             "kwire-operator",
             "kwire-protocol",
             "kwire-server",

@@ -21,7 +21,7 @@ const OUTPUT_LEN: usize = 16;
 /// Prompts of 1 to 190 tokens; every third shares a long prefix; greedy and seeded sampling in turn.
 fn request(i: usize, text: &[u32]) -> Request {
     let len = 1 + i * 61 % 190;
-    let start = if i % 3 == 0 { 0 } else { i * 97 };
+    let start = if i.is_multiple_of(3) { 0 } else { i * 97 };
     let sampling = match i % 2 {
         0 => SampleParams { temperature: 0.0, repetition_penalty: 1.1, ..SampleParams::default() },
         _ => SampleParams { temperature: 0.9, top_p: 0.95, top_k: 50, seed: i as u64, ..SampleParams::default() },

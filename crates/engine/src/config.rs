@@ -48,6 +48,8 @@ pub enum ConfigError {
     ThresholdWithoutChunks,
     #[error("--max-model-len must be at least 2")]
     NoLength,
+    #[error("the model was made for {most} positions: --max-model-len can be at most that, not {len}")]
+    ModelLenBeyondModel { len: usize, most: usize },
     #[error(
         "the KV cache holds {fits} tokens, fewer than --max-model-len ({len}): start with --max-model-len {fits} or give the \
          cache more memory with --kv-cache-memory-bytes {bytes}"

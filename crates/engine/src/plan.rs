@@ -47,6 +47,10 @@ impl MemoryPlan {
         cache: CacheConfig,
     ) -> Result<Self, ConfigError> {
         scheduler.validate()?;
+        let (len, most) = (scheduler.max_model_len, spec.max_positions);
+        if len > most {
+            return Err(ConfigError::ModelLenBeyondModel { len, most });
+        }
         let groups = KvGroup::of(spec, cache.block_len, cache.dtype);
         let step = scheduler.max_num_batched_tokens;
         let n_blocks = split_memory(&groups, cache.bytes, scheduler.max_model_len, step);

@@ -95,8 +95,8 @@ pub async fn start(config: ServeConfig) -> Result<Running> {
 
 /// Prints the settings and the memory that they take, without loading a weight.
 pub async fn dry_run(config: ServeConfig) -> Result<()> {
-    let path = models::locate(&config.model.source, config.model.download_dir.as_deref(), &ProcessEnv).await?.path;
     print!("{config}");
+    let path = models::locate(&config.model.source, config.model.download_dir.as_deref(), &ProcessEnv).await?.path;
     let opened = Opened::new(&config, &path)?;
     println!("{:<24} {}", "memory", opened.memory());
     Ok(())

@@ -11,22 +11,25 @@ fn run(line: &str) -> std::process::Output {
 
 #[test]
 fn a_vllm_command_line_is_understood() {
-    let line = "serve smollm2 --served_model_name a b --max-model-len=2k -tp 1 --enforce-eager --swap-space 4 \
-                --gpu-memory-utilization 0.9 --trust-remote-code --no-enable-prefix-caching --dry-run";
-    let output = run(line);
+    let line = "serve llama-q8_0.gguf --served_model_name a b --max-model-len=0.1k -tp 1 --enforce-eager --swap-space 4 \
+                --gpu-memory-utilization 0.9 --trust-remote-code --no-enable-prefix-caching --dry-run \
+                --kv-cache-memory-bytes 1m";
+    let home = tempfile::tempdir().unwrap();
+    let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/gguf");
+    let mut command = kwire(home.path(), &line.split(' ').collect::<Vec<_>>());
+    let output = command.current_dir(fixtures).env("RUST_LOG", "error").output().unwrap();
     expect![[r#"
         note: --enforce-eager has no effect: there is no PyTorch here: nothing is compiled or captured at start
         note: --swap-space has no effect: preempted requests are computed again, never swapped
         note: --trust-remote-code has no effect: code from checkpoints never runs, here or with this flag
-        note: --gpu-memory-utilization has no effect on a CPU: --kv-cache-memory-bytes sets the cache's size"#]]
-    .assert_eq(&stderr(&output));
+        note: --gpu-memory-utilization has no effect on a CPU: --kv-cache-memory-bytes sets the cache's size"#]].assert_eq(&stderr(&output));
     expect![[r#"
-        model                    smollm2
+        model                    llama-q8_0.gguf
         served names             a, b
         listen                   0.0.0.0:8000
         API keys                 0
-        max model length         2000
-        KV cache bytes           auto
+        max model length         100
+        KV cache bytes           1000000
         KV cache type            Auto
         block size               16
         prefix caching           false
@@ -38,8 +41,8 @@ fn a_vllm_command_line_is_understood() {
         max queued requests      512
         max queued tokens        unbounded
         shutdown timeout         30 s
-        unknown fields           Warn"#]]
-    .assert_eq(&stdout(&output));
+        unknown fields           Warn
+        memory                   weights 0.1 MB, activations 1.5 MB, KV cache 1.0 MB = 3904 tokens: 39.0 sequences of 100 tokens"#]].assert_eq(&stdout(&output));
 }
 
 #[test]

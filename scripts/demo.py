@@ -41,7 +41,10 @@ def wait_until_healthy(server, base):
 def ask(base, model, question):
     """Prints the answer; returns the seconds to its first piece, the number of pieces, and the seconds in all."""
     body = {"model": model, "stream": True, "temperature": 0, "max_tokens": 64,
-            "messages": [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": question}]}
+            "messages": [
+                {"role": "system", "content": "You are a helpful assistant."},
+                {"role": "user", "content": question},
+            ]}
     request = urllib.request.Request(f"{base}/v1/chat/completions", json.dumps(body).encode(),
                                      {"Content-Type": "application/json"})
     start, first, pieces = time.monotonic(), None, 0

@@ -13,7 +13,11 @@ import openai
 from demo import free_port, stop, wait_until_healthy
 
 KEY = "test-key"
-MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+# Under the template's own system message this small model answers the question with a song.
+MESSAGES = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "What is the capital of France?"},
+]
 
 
 class OpenAiClient(unittest.TestCase):

@@ -76,13 +76,14 @@ impl BlockPool {
         block.refs += 1;
     }
 
-    /// One holder less. The last one makes the block free, last in line for reuse.
+    /// One holder less. The last one makes the block free: last in line for reuse if it holds a prefix, else first, since
+    /// nothing is lost by it and its memory is already touched.
     pub fn release(&mut self, id: BlockId) {
         let block = &mut self.blocks[id as usize];
         assert!(block.refs > 0, "block {id} released more often than acquired");
         block.refs -= 1;
         if block.refs == 0 {
-            self.free.push_back(id);
+            if block.hash.is_some() { self.free.push_back(id) } else { self.free.push_front(id) }
         }
     }
 
@@ -179,12 +180,20 @@ impl FreeList {
     }
 
     fn push_back(&mut self, id: u32) {
-        debug_assert!(!self.contains(id as usize));
         let end = self.sentinel();
-        let last = self.links[end as usize].0;
-        self.links[id as usize] = (last, end);
-        self.links[last as usize].1 = id;
-        self.links[end as usize].0 = id;
+        self.insert_between(id, self.links[end as usize].0, end);
+    }
+
+    fn push_front(&mut self, id: u32) {
+        let end = self.sentinel();
+        self.insert_between(id, end, self.links[end as usize].1);
+    }
+
+    fn insert_between(&mut self, id: u32, previous: u32, next: u32) {
+        debug_assert!(!self.contains(id as usize));
+        self.links[id as usize] = (previous, next);
+        self.links[previous as usize].1 = id;
+        self.links[next as usize].0 = id;
         self.len += 1;
     }
 
@@ -233,6 +242,8 @@ mod tests {
         let (mut stored, mut evicted) = (vec![], vec![]);
         pool.drain_tags(&mut stored, &mut evicted);
         assert_eq!((stored, evicted), (vec![0, 1, 2], vec![0]));
+        pool.release(ids[0]);
+        assert_eq!(pool.allocate(), Ok(ids[0]), "a block without a prefix goes first");
         pool.check_integrity(&[1, 1, 0]).unwrap();
         assert!(pool.check_integrity(&[1, 0, 0]).is_err());
     }

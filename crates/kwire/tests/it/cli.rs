@@ -22,7 +22,8 @@ fn a_vllm_command_line_is_understood() {
         note: --enforce-eager has no effect: there is no PyTorch here: nothing is compiled or captured at start
         note: --swap-space has no effect: preempted requests are computed again, never swapped
         note: --trust-remote-code has no effect: code from checkpoints never runs, here or with this flag
-        note: --gpu-memory-utilization has no effect on a CPU: --kv-cache-memory-bytes sets the cache's size"#]].assert_eq(&stderr(&output));
+        note: --gpu-memory-utilization has no effect on a CPU: --kv-cache-memory-bytes sets the cache's size"#]]
+    .assert_eq(&stderr(&output));
     expect![[r#"
         model                    llama-q8_0.gguf
         served names             a, b

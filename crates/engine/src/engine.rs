@@ -186,6 +186,9 @@ impl<E: Executor> Engine<E> {
             Some(format!("n must be between 1 and {}", self.config.max_num_seqs))
         } else if request.n > 1 && !request.resumed.is_empty() {
             Some("only a request with n = 1 can be resumed".into())
+        } else if request.prompt_logprobs.is_some() && !request.resumed.is_empty() {
+            // They were reported before it moved; and only prompts are scored within the budget of logits.
+            Some("a resumed request has no log-probabilities of its prompt".into())
         } else {
             let bad = all().find(|&&t| t as usize >= self.n_vocab)?;
             Some(format!("token {bad} is outside the vocabulary of {}", self.n_vocab))

@@ -188,6 +188,7 @@ impl Scheduler {
             return None;
         }
         assert!(plan.batch.n_tokens() <= self.config.max_num_batched_tokens, "the budget holds");
+        assert!(plan.n_logits <= self.config.max_logits(), "the logits fit");
         self.next_step += 1;
         plan.record.step = plan.batch.step;
         plan.record.n_tokens = plan.batch.n_tokens();

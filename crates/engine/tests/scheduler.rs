@@ -266,3 +266,27 @@ fn nobody_starves() {
         }
     }
 }
+
+/// What would want more logits than a step has room for is refused, and the engine goes on.
+#[test]
+fn a_resumed_request_cannot_ask_for_prompt_logprobs() {
+    let mut world = World::new(1);
+    world.engine.execute(Command::Add(Box::new(Request {
+        id: RequestId(9),
+        prompt: Arc::from([0, 1]),
+        resumed: vec![1; 60],
+        n: 1,
+        sampling: SampleParams::default(),
+        stop: StopParams { max_tokens: 80, ..StopParams::default() },
+        priority: 0,
+        arrival: 0.0,
+        prompt_logprobs: Some(1),
+        cache_salt: None,
+        prefix_tags: vec![],
+        constraint: None,
+    })));
+    let events = world.engine.report(0.0).events;
+    assert!(matches!(&events[0], Event::Finished { reason: FinishReason::Error(e), .. } if e.contains("resumed")));
+    assert!(matches!(&events[1], Event::Done { .. }));
+    assert!(world.engine.is_idle());
+}

@@ -90,8 +90,7 @@ pub struct ServeArgs {
     /// Sequences that run at the same time.
     #[arg(long, value_name = "N", default_value = "128", help_heading = "Scheduling")]
     pub max_num_seqs: String,
-    /// Tokens computed in one step, prompts and answers together [default: on a CPU it follows the time that a step
-    /// takes].
+    /// Tokens computed in one step, prompts and answers together [default: 512].
     #[arg(long, value_name = "TOKENS", help_heading = "Scheduling")]
     pub max_num_batched_tokens: Option<String>,
     /// Split long prompts over steps, so that running answers go on (on by default).

@@ -20,6 +20,7 @@ use kwire_kernels::cpu::CpuBackend;
 use kwire_kernels::{DType, KvDtype};
 use kwire_server::model::{Capacity, ModelContext};
 use kwire_server::text::assets;
+use kwire_server::text::template::ContentFormat;
 
 use crate::config::memory::available_memory;
 use crate::config::{self, GenerationConfig, MaxModelLen, ServeConfig};
@@ -130,11 +131,7 @@ impl Opened {
         }
         let tokenizer = assets::tokenizer(&text)?;
         let requests = &config.requests;
-        let format = match requests.content_format {
-            config::ContentFormat::Auto => kwire_server::text::template::ContentFormat::Auto,
-            config::ContentFormat::String => kwire_server::text::template::ContentFormat::String,
-            config::ContentFormat::OpenAi => kwire_server::text::template::ContentFormat::Parts,
-        };
+        let format = content_format(requests.content_format);
         let template = assets::template(&text, requests.chat_template.as_deref(), format)?;
         let plan = &self.plan;
         let capacity = Capacity {
@@ -175,6 +172,15 @@ impl Loaded {
             .name("engine".into())
             .spawn(move || engine.run(&mailbox, clock, sink).context("the engine failed"))?;
         Ok((self.model, thread))
+    }
+}
+
+/// The server's word for how message content reaches the template.
+pub fn content_format(format: config::ContentFormat) -> ContentFormat {
+    match format {
+        config::ContentFormat::Auto => ContentFormat::Auto,
+        config::ContentFormat::String => ContentFormat::String,
+        config::ContentFormat::OpenAi => ContentFormat::Parts,
     }
 }
 

@@ -10,7 +10,6 @@ use kwire_engine::EngineHandle;
 use kwire_server::config::{
     AdmissionConfig, AuthConfig, GenerationConfig, RequestPolicy, ServerConfig, ShutdownConfig, UnknownFields,
 };
-use kwire_server::text::template::ContentFormat;
 use kwire_server::{Ambient, Server, report_channel};
 use tokio::net::TcpListener;
 use tokio::sync::Notify;
@@ -18,7 +17,7 @@ use tokio::task::JoinHandle;
 
 use crate::config::environment::ProcessEnv;
 use crate::config::{self, ServeConfig};
-use crate::launch::Opened;
+use crate::launch::{Opened, content_format};
 use crate::models;
 
 /// A server in this process.
@@ -126,11 +125,7 @@ fn server_config(config: &ServeConfig) -> ServerConfig {
             enable_prompt_tokens_details: requests.prompt_tokens_details,
             // The model context holds the resolved defaults, whichever source they have.
             generation_config: GenerationConfig::Auto,
-            content_format: match requests.content_format {
-                config::ContentFormat::Auto => ContentFormat::Auto,
-                config::ContentFormat::String => ContentFormat::String,
-                config::ContentFormat::OpenAi => ContentFormat::Parts,
-            },
+            content_format: content_format(requests.content_format),
             ..RequestPolicy::default()
         },
         shutdown: ShutdownConfig { timeout_s: config.limits.shutdown_timeout_s as f64 },

@@ -21,8 +21,8 @@ pub struct LocalExecutor<B: Backend> {
     decoder: Decoder<B>,
     caches: Vec<B::KvCache>,
     slots: Vec<SlotState>,
-    /// The batch that was forwarded last.
-    batch: Batch,
+    /// The step that was forwarded last, and what is to be drawn from its logits.
+    forwarded: (StepId, Vec<Sample>),
     pending: VecDeque<(StepId, Vec<Sample>, B::Pending)>,
 }
 
@@ -60,7 +60,7 @@ impl<B: Backend> LocalExecutor<B> {
             tables: vec![Vec::new(); info.groups.len()],
         };
         let slots = (0..limits.max_num_seqs).map(|_| slot()).collect();
-        Ok(Self { info, backend, decoder, caches, slots, batch: Batch::default(), pending: VecDeque::new() })
+        Ok(Self { info, backend, decoder, caches, slots, forwarded: Default::default(), pending: VecDeque::new() })
     }
 
     /// The first `n` rows of the last forward's logits, `n_vocab` values each.
@@ -133,13 +133,13 @@ impl<B: Backend> Executor for LocalExecutor<B> {
         })?;
         let (n_tokens, n_logits) = (flat.token_ids.len(), flat.logit_tokens.len());
         self.decoder.forward(&mut self.backend, &step, &mut self.caches, n_tokens, n_logits);
-        self.batch = batch.clone();
+        self.forwarded = (batch.step, batch.samples.clone());
         Ok(())
     }
 
     fn sample(&mut self, step: StepId, masks: &Masks) -> Result<(), KernelError> {
-        assert_eq!(step, self.batch.step, "samples are queued right after their forward");
-        let samples = std::mem::take(&mut self.batch.samples);
+        let (forwarded, samples) = std::mem::take(&mut self.forwarded);
+        assert_eq!(step, forwarded, "samples are queued right after their forward");
         let scoring = |n_top| SampleParams { logprobs: Some(n_top), ..SampleParams::default() };
         // One set of parameters for each score; draws use their slots'.
         let params: Vec<Option<SampleParams>> = samples

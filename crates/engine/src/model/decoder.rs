@@ -1,6 +1,6 @@
 //! The one decoder: runs any [`DecoderSpec`] on any [`Backend`].
 
-use kwire_kernels::{Backend, KernelError};
+use kwire_kernels::{Backend, KernelError, StepLimits, StepShape, TensorRole};
 
 use super::spec::DecoderSpec;
 use super::weights::Weights;
@@ -40,6 +40,7 @@ impl<B: Backend> Decoder<B> {
         backend: &mut B,
         limits: &SchedulerConfig,
     ) -> Result<Self, KernelError> {
+        backend.reserve(&step_limits(&spec, groups, limits))?;
         let ropes = spec.ropes.iter().map(|r| backend.rope(r, limits.max_model_len)).collect::<Result<_, _>>()?;
         let place = |i: usize| {
             let find = |(g, group): (usize, &KvGroup)| Some((g, group.layers.iter().position(|&l| l == i)?));
@@ -50,10 +51,13 @@ impl<B: Backend> Decoder<B> {
         Ok(Self { spec, weights, ropes, places, activations })
     }
 
-    /// Bytes of activations for steps within `limits`, in f32.
+    /// Bytes of activations for steps within `limits`.
     pub fn activation_bytes(spec: &DecoderSpec, limits: &SchedulerConfig) -> usize {
         let width = Activations::<B>::widths(spec).iter().sum::<usize>();
-        4 * (limits.max_num_batched_tokens * width + limits.max_logits() * (spec.hidden + spec.n_vocab))
+        let (max_tokens, max_logits) = (limits.max_num_batched_tokens, limits.max_logits());
+        B::tensor_bytes(TensorRole::Hidden, max_tokens, width)
+            + B::tensor_bytes(TensorRole::Hidden, max_logits, spec.hidden)
+            + B::tensor_bytes(TensorRole::Logits, max_logits, spec.n_vocab)
     }
 
     /// Logits of the last forward's wanted positions.
@@ -61,16 +65,10 @@ impl<B: Backend> Decoder<B> {
         &mut self.activations.logits
     }
 
-    /// Runs a step of `n_tokens` tokens and leaves the logits of its `n_logits` wanted positions in [`Self::logits`].
-    pub fn forward(
-        &mut self,
-        backend: &mut B,
-        step: &B::Step,
-        caches: &mut [B::KvCache],
-        n_tokens: usize,
-        n_logits: usize,
-    ) {
+    /// Runs a step and leaves the logits of its wanted positions in [`Self::logits`].
+    pub fn forward(&mut self, backend: &mut B, step: &B::Step, caches: &mut [B::KvCache]) {
         let Self { spec, weights, ropes, places, activations: a } = self;
+        let StepShape { n_tokens, n_logits } = backend.shape(step);
         backend.embed(step, &weights.embed, spec.embed_scale, &mut a.residual);
         // The output of the layer before, which the next norm adds to the residual.
         let mut has_delta = false;
@@ -105,19 +103,33 @@ impl<B: Backend> Decoder<B> {
     }
 }
 
+fn step_limits(spec: &DecoderSpec, groups: &[KvGroup], limits: &SchedulerConfig) -> StepLimits {
+    let group = |group: &KvGroup| (group.layout, spec.layers[group.layers[0]].attention.op);
+    let widest = spec.layers.iter().map(|l| l.mlp.width.max(l.attention.op.heads * l.attention.op.head_dim)).max();
+    StepLimits {
+        max_tokens: limits.max_num_batched_tokens,
+        max_logits: limits.max_logits(),
+        max_slots: limits.max_num_seqs,
+        max_positions: limits.max_model_len,
+        n_vocab: spec.n_vocab,
+        max_linear_values: limits.max_num_batched_tokens * widest.unwrap_or(0).max(spec.hidden),
+        groups: groups.iter().map(group).collect(),
+    }
+}
+
 impl<B: Backend> Activations<B> {
     fn new(spec: &DecoderSpec, backend: &mut B, max_tokens: usize, max_logits: usize) -> Result<Self, KernelError> {
         let [residual, normed, qkv, attended, gate_up, gated, delta] = Self::widths(spec);
         Ok(Self {
-            residual: backend.tensor(max_tokens, residual)?,
-            normed: backend.tensor(max_tokens, normed)?,
-            qkv: backend.tensor(max_tokens, qkv)?,
-            attended: backend.tensor(max_tokens, attended)?,
-            gate_up: backend.tensor(max_tokens, gate_up)?,
-            gated: backend.tensor(max_tokens, gated)?,
-            delta: backend.tensor(max_tokens, delta)?,
-            head_input: backend.tensor(max_logits, spec.hidden)?,
-            logits: backend.tensor(max_logits, spec.n_vocab)?,
+            residual: backend.tensor(TensorRole::Hidden, max_tokens, residual)?,
+            normed: backend.tensor(TensorRole::Hidden, max_tokens, normed)?,
+            qkv: backend.tensor(TensorRole::Hidden, max_tokens, qkv)?,
+            attended: backend.tensor(TensorRole::Hidden, max_tokens, attended)?,
+            gate_up: backend.tensor(TensorRole::Hidden, max_tokens, gate_up)?,
+            gated: backend.tensor(TensorRole::Hidden, max_tokens, gated)?,
+            delta: backend.tensor(TensorRole::Hidden, max_tokens, delta)?,
+            head_input: backend.tensor(TensorRole::Hidden, max_logits, spec.hidden)?,
+            logits: backend.tensor(TensorRole::Logits, max_logits, spec.n_vocab)?,
         })
     }
 

@@ -1,0 +1,26 @@
+//! The CUDA backend. The driver and cuBLASLt are loaded at run time, kernels are embedded: a binary built with it also runs
+//! where there is no GPU.
+
+mod cublas;
+pub mod device;
+
+/// Element type of weights, activations and (unless it is smaller) the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Element {
+    Bf16,
+    F16,
+}
+
+impl Element {
+    /// Bytes of one element.
+    pub const BYTES: usize = 2;
+
+    /// How kernel names end.
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+        }
+    }
+}

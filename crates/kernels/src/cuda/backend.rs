@@ -1,0 +1,392 @@
+//! [`CudaBackend`]: the operations of [`Backend`] on one GPU. They only enqueue; a fault shows when results are read.
+
+use std::convert::Infallible;
+
+use super::cublas::{CublasLt, Shape};
+use super::device::{Arg, Device, DeviceBuffer, Launch};
+use super::graphs::Graphs;
+use super::staging::Staging;
+use super::step::{CudaStep, StepBuffers};
+use super::{Element, attention::Attention, sampling::Sampling};
+use crate::{
+    Activation, AttentionOp, Backend, BlockCopy, DType, KernelError, KvDtype, KvLayout, Rope, RopePairing,
+    SampleParams, SampleRequest, Sampled, StepBatch, StepLimits, StepShape, TensorRole, WeightPart,
+};
+
+/// Runs every operation on one GPU, in bf16 or f16 with f32 accumulation.
+pub struct CudaBackend {
+    element: Element,
+    use_graphs: bool,
+    graphs: Graphs,
+    matrices: CublasLt,
+    staging: Option<Staging>,
+    /// Set by [`Backend::reserve`].
+    steps: Option<Steps>,
+    // Dropped last: everything above lives on it.
+    device: Device,
+}
+
+/// What steps need, reserved once.
+struct Steps {
+    buffers: StepBuffers,
+    attention: Attention,
+    sampling: Sampling,
+}
+
+/// An activation matrix, `capacity × cols`, row-major.
+pub struct CudaTensor {
+    data: DeviceBuffer,
+    role: TensorRole,
+    capacity: usize,
+    cols: usize,
+}
+
+/// Weights of a linear layer, `n_rows × n_cols`, row-major.
+pub struct CudaWeight {
+    data: DeviceBuffer,
+    /// f32.
+    bias: Option<DeviceBuffer>,
+    n_rows: usize,
+    n_cols: usize,
+}
+
+/// A vector of f32.
+pub struct CudaVector {
+    data: DeviceBuffer,
+    len: usize,
+}
+
+/// Rotation tables, `[position][cos of all pairs, sin of all pairs]`.
+pub struct CudaRope {
+    table: DeviceBuffer,
+    n_pairs: usize,
+    pairing: RopePairing,
+}
+
+/// Block storage of one KV group: `[layer][keys, values][block][kv head][token][dim]`.
+pub struct CudaKvCache {
+    data: DeviceBuffer,
+    layout: KvLayout,
+    n_blocks: usize,
+}
+
+impl CudaKvCache {
+    /// Bytes of the keys (or values) of one layer.
+    fn half_layer_bytes(&self) -> usize {
+        self.layout.block_bytes() / (2 * self.layout.n_layers) * self.n_blocks
+    }
+
+    /// Device addresses of a layer's keys and values.
+    pub(super) fn layer(&self, layer: usize) -> (u64, u64) {
+        let half = self.half_layer_bytes();
+        (self.data.at(2 * layer * half), self.data.at((2 * layer + 1) * half))
+    }
+
+    /// Its shape.
+    pub(super) fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+}
+
+impl CudaTensor {
+    /// Device address.
+    pub(super) fn address(&self) -> u64 {
+        self.data.address
+    }
+
+    /// Columns.
+    pub(super) fn cols(&self) -> usize {
+        self.cols
+    }
+}
+
+impl CudaBackend {
+    /// A backend on GPU `ordinal` that computes in `element`s; without `use_graphs` every step is launched anew.
+    pub fn new(ordinal: usize, element: Element, use_graphs: bool) -> Result<Self, KernelError> {
+        let device = Device::new(ordinal)?;
+        let matrices = CublasLt::new(&device, element)?;
+        let staging = None;
+        Ok(Self { element, use_graphs, graphs: Graphs::default(), matrices, staging, steps: None, device })
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    fn launch(&self, name: &str, launch: Launch, args: &[Arg<'_>]) {
+        self.device.launch(&format!("{name}_{}", self.element.suffix()), launch, args);
+    }
+
+    fn steps(&self) -> &Steps {
+        self.steps.as_ref().expect("reserved before the first step")
+    }
+
+    fn steps_mut(&mut self) -> &mut Steps {
+        self.steps.as_mut().expect("reserved before the first step")
+    }
+}
+
+impl Backend for CudaBackend {
+    type Tensor = CudaTensor;
+    type Weight = CudaWeight;
+    type Vector = CudaVector;
+    type Rope = CudaRope;
+    type KvCache = CudaKvCache;
+    type Step = CudaStep;
+    type Pending = super::sampling::Pending;
+    type Lora = Infallible;
+
+    fn weight_bytes(_: DType, n_rows: usize, n_cols: usize) -> usize {
+        Element::BYTES * n_rows * n_cols
+    }
+
+    fn tensor_bytes(role: TensorRole, capacity: usize, cols: usize) -> usize {
+        let bytes = if role == TensorRole::Logits { 4 } else { Element::BYTES };
+        bytes * capacity * cols
+    }
+
+    fn depth(&self) -> usize {
+        1
+    }
+
+    fn reserve(&mut self, limits: &StepLimits) -> Result<(), KernelError> {
+        let attention = Attention::new(&self.device, self.element, limits)?;
+        let buffers = StepBuffers::new(&self.device, limits, &attention.plan_words())?;
+        let sampling = Sampling::new(&self.device, limits)?;
+        self.steps = Some(Steps { buffers, attention, sampling });
+        self.staging = None;
+        Ok(())
+    }
+
+    fn tensor(&mut self, role: TensorRole, capacity: usize, cols: usize) -> Result<CudaTensor, KernelError> {
+        let bytes = Self::tensor_bytes(role, capacity, cols);
+        Ok(CudaTensor { data: self.device.buffer(bytes, "an activation matrix")?, role, capacity, cols })
+    }
+
+    fn weight(&mut self, parts: &[WeightPart<'_>]) -> Result<CudaWeight, KernelError> {
+        self.device.bind();
+        let n_rows: usize = parts.iter().map(|p| p.n_rows).sum();
+        let n_cols = parts[0].n_cols;
+        if !n_rows.is_multiple_of(8) || !n_cols.is_multiple_of(8) {
+            return Err(KernelError::Unsupported(format!("{n_rows} × {n_cols}: a GPU needs multiples of 8")));
+        }
+        let data = self.device.buffer(Element::BYTES * n_rows * n_cols, "weights")?;
+        if self.staging.is_none() {
+            self.staging = Some(Staging::new()?);
+        }
+        let staging = self.staging.as_mut().expect("just made");
+        let mut offset = 0;
+        for part in parts {
+            staging.send(&self.device, (part.dtype, n_cols, part.data), self.element, &data, offset)?;
+            offset += Element::BYTES * part.n_rows * n_cols;
+        }
+        let bias = parts.iter().any(|p| p.bias.is_some()).then(|| {
+            let of_part = |p: &WeightPart<'_>| p.bias.map_or_else(|| vec![0.0; p.n_rows], <[f32]>::to_vec);
+            parts.iter().flat_map(of_part).flat_map(f32::to_le_bytes).collect::<Vec<u8>>()
+        });
+        let bias = bias.map(|bytes| self.device.upload(&bytes, "a bias")).transpose()?;
+        Ok(CudaWeight { data, bias, n_rows, n_cols })
+    }
+
+    fn vector(&mut self, values: &[f32]) -> Result<CudaVector, KernelError> {
+        self.device.bind();
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        Ok(CudaVector { data: self.device.upload(&bytes, "a norm's weights")?, len: values.len() })
+    }
+
+    fn rope(&mut self, rope: &Rope, max_positions: usize) -> Result<CudaRope, KernelError> {
+        let n_pairs = rope.inv_freq.len();
+        let inv_freq: Vec<u8> = rope.inv_freq.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let inv_freq = self.device.upload(&inv_freq, "rotation tables")?;
+        let table = self.device.buffer(8 * n_pairs * max_positions, "rotation tables")?;
+        let args = [(&inv_freq).into(), n_pairs.into(), rope.scale.into(), (&table).into()];
+        self.device.launch("rope_table", Launch::linear(max_positions, 64), &args);
+        self.device.synchronize()?;
+        Ok(CudaRope { table, n_pairs, pairing: rope.pairing })
+    }
+
+    fn kv_cache(&mut self, layout: KvLayout, n_blocks: usize) -> Result<CudaKvCache, KernelError> {
+        if layout.dtype == KvDtype::F32 || layout.dtype.bytes() != Element::BYTES {
+            return Err(KernelError::Unsupported(format!("a KV cache of {:?} on a GPU", layout.dtype)));
+        }
+        let data = self.device.buffer(layout.block_bytes() * n_blocks, "the KV cache")?;
+        // Attention may load whole tiles; what lies past a sequence's end must not be NaN.
+        self.device.zero(&data);
+        Ok(CudaKvCache { data, layout, n_blocks })
+    }
+
+    fn start_slot(&mut self, slot: u32, params: &SampleParams, prompt: &[u32], output: &[u32]) {
+        self.steps_mut().sampling.start_slot(slot, params, prompt, output);
+    }
+
+    fn update_table(&mut self, group: usize, slot: u32, start: usize, blocks: &[u32]) {
+        self.steps_mut().buffers.update_table(group, slot, start, blocks);
+    }
+
+    fn prepare(&mut self, batch: &StepBatch<'_>) -> Result<CudaStep, KernelError> {
+        self.device.bind();
+        self.device.check()?;
+        let Steps { buffers, attention, .. } = self.steps.as_mut().expect("reserved before the first step");
+        attention.plan(batch);
+        buffers.prepare(&self.device, batch, self.use_graphs, &attention.planned())
+    }
+
+    fn shape(&self, step: &CudaStep) -> StepShape {
+        step.shape
+    }
+
+    fn embed(&mut self, step: &CudaStep, table: &CudaWeight, scale: f32, out: &mut CudaTensor) {
+        let steps = self.steps();
+        let args = [
+            steps.buffers.token_ids().into(),
+            steps.sampling.last_tokens().into(),
+            (&table.data).into(),
+            (&out.data).into(),
+            out.cols.into(),
+            scale.into(),
+        ];
+        self.launch("embed", Launch::linear(step.shape.n_tokens, 128), &args);
+    }
+
+    fn linear(
+        &mut self,
+        rows: usize,
+        x: &CudaTensor,
+        w: &CudaWeight,
+        lora: Option<&Infallible>,
+        out: &mut CudaTensor,
+    ) {
+        assert!(lora.is_none());
+        assert_eq!(x.cols, w.n_cols, "input features");
+        assert_eq!(out.cols, w.n_rows, "output features");
+        assert!(rows <= x.capacity && rows <= out.capacity);
+        let f32_out = out.role == TensorRole::Logits;
+        let shape = Shape { m: rows, n: w.n_rows, k: w.n_cols, f32_out, bias: w.bias.is_some() };
+        let bias = w.bias.as_ref().map_or(0, |b| b.address);
+        self.matrices.product(&self.device, shape, x.address(), w.data.address, bias, out.address());
+    }
+
+    fn all_reduce_add_norm(
+        &mut self,
+        rows: usize,
+        delta: Option<&mut CudaTensor>,
+        residual: &mut CudaTensor,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaTensor,
+    ) {
+        assert_eq!(residual.cols, weight.len, "norm width");
+        let args = [
+            delta.map_or(0, |d| d.address()).into(),
+            residual.address().into(),
+            (&weight.data).into(),
+            eps.into(),
+            out.address().into(),
+            residual.cols.into(),
+        ];
+        self.launch("add_rms_norm", Launch::linear(rows, 256), &args);
+    }
+
+    fn rope_write_kv(
+        &mut self,
+        step: &CudaStep,
+        op: &AttentionOp,
+        qk_norm: Option<(&CudaVector, &CudaVector, f32)>,
+        rope: Option<&CudaRope>,
+        qkv: &mut CudaTensor,
+        cache: &mut CudaKvCache,
+        group: usize,
+        layer: usize,
+    ) {
+        let _ = (step, op, qk_norm, rope.map(|r| (&r.table, r.n_pairs, r.pairing)), qkv, cache, group, layer);
+        todo!()
+    }
+
+    fn paged_attention(
+        &mut self,
+        step: &CudaStep,
+        op: &AttentionOp,
+        qkv: &CudaTensor,
+        cache: &CudaKvCache,
+        group: usize,
+        layer: usize,
+        out: &mut CudaTensor,
+    ) {
+        let Steps { buffers, attention, .. } = self.steps.as_ref().expect("reserved before the first step");
+        attention.launch(&self.device, buffers, step, op, qkv, cache, (group, layer), out);
+    }
+
+    fn gated_activation(&mut self, rows: usize, act: Activation, gate_up: &CudaTensor, out: &mut CudaTensor) {
+        assert_eq!(gate_up.cols, 2 * out.cols, "width of gate and up");
+        let name = match act {
+            Activation::Silu => "gated_silu",
+            Activation::GeluTanh => "gated_gelu_tanh",
+            Activation::Gelu => "gated_gelu",
+        };
+        let args = [gate_up.address().into(), out.address().into(), rows.into(), out.cols.into()];
+        self.launch(name, Launch::linear(rows, 256), &args);
+    }
+
+    fn gather_logit_rows(&mut self, step: &CudaStep, x: &CudaTensor, out: &mut CudaTensor) {
+        let tokens = self.steps().buffers.logit_tokens();
+        let args = [x.address().into(), tokens.into(), out.address().into(), x.cols.into()];
+        self.launch("gather_rows", Launch::linear(step.shape.n_logits, 128), &args);
+    }
+
+    fn sample(&mut self, logits: &mut CudaTensor, n_vocab: usize, requests: &[SampleRequest<'_>]) -> Self::Pending {
+        let steps = self.steps.as_mut().expect("reserved before the first step");
+        steps.sampling.enqueue(&self.device, logits, n_vocab, requests)
+    }
+
+    fn collect(&mut self, pending: Self::Pending) -> Result<Vec<Sampled>, KernelError> {
+        let steps = self.steps.as_mut().expect("reserved before the first step");
+        steps.sampling.collect(&self.device, pending)
+    }
+
+    fn read(&mut self, rows: usize, x: &CudaTensor) -> Result<Vec<f32>, KernelError> {
+        self.device.bind();
+        let n = rows * x.cols;
+        let mut bytes = vec![0; Self::tensor_bytes(x.role, rows, x.cols)];
+        self.device.read(&x.data, 0, &mut bytes)?;
+        Ok(match (x.role, self.element) {
+            (TensorRole::Logits, _) => bytes.as_chunks().0.iter().map(|&b| f32::from_le_bytes(b)).collect(),
+            (_, Element::Bf16) => bytes.as_chunks().0.iter().map(|&b| half::bf16::from_le_bytes(b).to_f32()).collect(),
+            (_, Element::F16) => bytes.as_chunks().0.iter().map(|&b| half::f16::from_le_bytes(b).to_f32()).collect(),
+        })
+        .inspect(|v: &Vec<f32>| assert_eq!(v.len(), n))
+    }
+
+    fn copy_blocks(&mut self, cache: &mut CudaKvCache, copies: &[BlockCopy]) {
+        let _ = (cache, copies);
+        todo!()
+    }
+
+    fn export_blocks(&mut self, cache: &CudaKvCache, blocks: &[u32]) -> Result<Vec<u8>, KernelError> {
+        let _ = (cache, blocks);
+        todo!()
+    }
+
+    fn import_blocks(&mut self, cache: &mut CudaKvCache, blocks: &[u32], bytes: &[u8]) -> Result<(), KernelError> {
+        let _ = (cache, blocks, bytes);
+        todo!()
+    }
+
+    fn capture(&mut self, step: &CudaStep, f: &mut dyn FnMut(&mut Self)) {
+        let key = step.shape.n_tokens;
+        if !step.is_decode {
+            return f(self);
+        }
+        if self.graphs.replay(&self.device, key) {
+            return;
+        }
+        // The first step of a size runs as it is, so that plans and lazily loaded kernels exist when the next is recorded.
+        if self.graphs.first_use(key) {
+            return f(self);
+        }
+        Graphs::begin(&self.device);
+        f(self);
+        self.graphs.end(&self.device, key);
+        self.graphs.replay(&self.device, key);
+    }
+}

@@ -7,7 +7,9 @@ use super::device::{Arg, Device, DeviceBuffer, Launch};
 use super::graphs::Graphs;
 use super::staging::Staging;
 use super::step::{CudaStep, StepBuffers};
-use super::{Element, attention::Attention, sampling::Sampling};
+use super::attention::{Attention, TensorMap, tensor_map};
+use super::sampling::{Pending, Sampling};
+use super::Element;
 use crate::{
     Activation, AttentionOp, Backend, BlockCopy, DType, KernelError, KvDtype, KvLayout, Rope, RopePairing,
     SampleParams, SampleRequest, Sampled, StepBatch, StepLimits, StepShape, TensorRole, WeightPart,
@@ -68,6 +70,8 @@ pub struct CudaKvCache {
     data: DeviceBuffer,
     layout: KvLayout,
     n_blocks: usize,
+    /// Tensor maps of each layer's keys and values.
+    maps: Vec<(TensorMap, TensorMap)>,
 }
 
 impl CudaKvCache {
@@ -80,6 +84,11 @@ impl CudaKvCache {
     pub(super) fn layer(&self, layer: usize) -> (u64, u64) {
         let half = self.half_layer_bytes();
         (self.data.at(2 * layer * half), self.data.at((2 * layer + 1) * half))
+    }
+
+    /// Tensor maps of a layer's keys and values.
+    pub(super) fn maps(&self, layer: usize) -> &(TensorMap, TensorMap) {
+        &self.maps[layer]
     }
 
     /// Its shape.
@@ -134,7 +143,7 @@ impl Backend for CudaBackend {
     type Rope = CudaRope;
     type KvCache = CudaKvCache;
     type Step = CudaStep;
-    type Pending = super::sampling::Pending;
+    type Pending = Pending;
     type Lora = Infallible;
 
     fn weight_bytes(_: DType, n_rows: usize, n_cols: usize) -> usize {
@@ -213,7 +222,15 @@ impl Backend for CudaBackend {
         let data = self.device.buffer(layout.block_bytes() * n_blocks, "the KV cache")?;
         // Attention may load whole tiles; what lies past a sequence's end must not be NaN.
         self.device.zero(&data);
-        Ok(CudaKvCache { data, layout, n_blocks })
+        let mut cache = CudaKvCache { data, layout, n_blocks, maps: Vec::new() };
+        let (rows, row_bytes) = (n_blocks * layout.kv_heads * layout.block_len, layout.head_dim * layout.dtype.bytes());
+        let map = |address| tensor_map(address, rows, row_bytes, self.element);
+        let maps = (0..layout.n_layers).map(|layer| {
+            let (k, v) = cache.layer(layer);
+            Ok((map(k)?, map(v)?))
+        });
+        cache.maps = maps.collect::<Result<_, KernelError>>()?;
+        Ok(cache)
     }
 
     fn start_slot(&mut self, slot: u32, params: &SampleParams, prompt: &[u32], output: &[u32]) {

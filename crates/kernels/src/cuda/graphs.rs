@@ -1,6 +1,6 @@
 //! Recorded steps: one CUDA graph for each shape of decode step.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use cudarc::driver::{result, sys};
 
@@ -10,6 +10,7 @@ use super::device::Device;
 #[derive(Default)]
 pub struct Graphs {
     recorded: HashMap<usize, sys::CUgraphExec>,
+    seen: HashSet<usize>,
 }
 
 // SAFETY: driver handles with one owner.
@@ -22,6 +23,11 @@ impl Graphs {
         // SAFETY: an instantiated graph whose buffers live as long as the backend.
         device.note("replaying a graph", unsafe { result::graph::launch(graph, device.stream()) });
         true
+    }
+
+    /// Whether this is the first step of `key`.
+    pub fn first_use(&mut self, key: usize) -> bool {
+        self.seen.insert(key)
     }
 
     /// Starts to record what is enqueued.

@@ -1,8 +1,16 @@
 //! The CUDA backend. The driver and cuBLASLt are loaded at run time, kernels are embedded: a binary built with it also runs
 //! where there is no GPU.
 
+mod attention;
+mod backend;
 mod cublas;
 pub mod device;
+mod graphs;
+mod sampling;
+mod staging;
+mod step;
+
+pub use backend::CudaBackend;
 
 /// Element type of weights, activations and (unless it is smaller) the cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,0 +1,221 @@
+//! Paged attention: the plan of a step, and the launches of a layer.
+
+use cudarc::driver::sys;
+
+use super::Element;
+use super::backend::{CudaKvCache, CudaTensor};
+use super::device::{Arg, Device, DeviceBuffer, Launch};
+use super::step::StepBuffers;
+use crate::paged_attention::plan::{Heads, Item, Row, Split, plan_decode, plan_prefill};
+use crate::{AttentionOp, KernelError, StepBatch, StepLimits};
+
+/// Words of an [`Item`].
+const ITEM_WORDS: usize = size_of::<Item>() / 4;
+/// CTAs of the decode kernel on a multiprocessor, and of the portable prefill kernel.
+const CTAS_PER_SM: usize = 2;
+/// Query rows (tokens times heads of a group) of a tile of the portable prefill kernel.
+const PREFILL_ROWS: u32 = 64;
+/// Context that CTAs working side by side may read at a time, so that it stays in the L2 cache.
+const L2_TOKENS: u32 = 65_536;
+
+/// Plans and scratch memory of attention.
+pub struct Attention {
+    element: Element,
+    ctas: usize,
+    groups: Vec<Group>,
+    partial_out: DeviceBuffer,
+    partial_stats: DeviceBuffer,
+    counters: DeviceBuffer,
+    max_partials: u32,
+}
+
+/// One KV group's plan.
+struct Group {
+    heads: Heads,
+    max_items: usize,
+    rows: Vec<Row>,
+    decode: Vec<Item>,
+    prefill: Vec<Item>,
+}
+
+impl Attention {
+    /// Reserves scratch for steps within `limits`.
+    pub fn new(device: &Device, element: Element, limits: &StepLimits) -> Result<Self, KernelError> {
+        let ctas = CTAS_PER_SM * device.n_sms;
+        let groups: Vec<Group> = limits.groups.iter().map(|(_, op)| Group::new(op, limits, ctas)).collect();
+        let widest = limits.groups.iter().map(|(_, op)| op.head_dim).max().unwrap_or(0);
+        // Each CTA but the last cuts at most one pair, in two.
+        let max_partials = 2 * ctas;
+        let queries = MAX_QUERIES as usize;
+        let counters = device.buffer(4 * max_partials, "attention's counters")?;
+        device.zero(&counters);
+        Ok(Self {
+            element,
+            ctas,
+            groups,
+            partial_out: device.buffer(4 * max_partials * queries * widest, "attention's partial results")?,
+            partial_stats: device.buffer(8 * max_partials * queries, "attention's partial results")?,
+            counters,
+            max_partials: max_partials as u32,
+        })
+    }
+
+    /// Words of each extra array of the step's metadata: for each group the decode items, then the prefill items.
+    pub fn plan_words(&self) -> Vec<usize> {
+        self.groups.iter().flat_map(|g| [g.max_items * ITEM_WORDS; 2]).collect()
+    }
+
+    /// Cuts a step's attention into work items.
+    pub fn plan(&mut self, batch: &StepBatch<'_>) {
+        for group in &mut self.groups {
+            let queries = if group.heads.group > 8 { MAX_QUERIES } else { 8 };
+            let split = Split {
+                ctas: self.ctas as u32,
+                queries,
+                min_tiles: 4,
+                item_cost: 2,
+                fixed_tiles: None,
+            };
+            let is_decode = |row: &Row| row.n_tokens * group.heads.group <= queries;
+            let rows = batch.rows.iter().zip(batch.slots).map(|(span, &slot)| Row {
+                q_start: span.first_token as u32,
+                n_tokens: span.n_tokens as u32,
+                first_position: span.first_position as u32,
+                slot,
+            });
+            let (decode, prefill): (Vec<Row>, Vec<Row>) = rows.partition(is_decode);
+            let n_partials = plan_decode(&decode, &group.heads, &split, &mut group.decode);
+            assert!(n_partials <= self.max_partials, "more pieces than the grid can cut");
+            plan_prefill(&prefill, &group.heads, self.ctas as u32, PREFILL_ROWS, L2_TOKENS, &mut group.prefill);
+            group.rows = prefill;
+        }
+    }
+
+    /// The plan, array by array.
+    pub fn planned(&self) -> Vec<&[u32]> {
+        self.groups.iter().flat_map(|g| [words(&g.decode), words(&g.prefill)]).collect()
+    }
+
+    /// Enqueues one layer's attention.
+    pub fn launch(
+        &self,
+        device: &Device,
+        buffers: &StepBuffers,
+        op: &AttentionOp,
+        qkv: &CudaTensor,
+        cache: &CudaKvCache,
+        (group, layer): (usize, usize),
+        out: &CudaTensor,
+    ) {
+        assert_eq!(qkv.cols(), (op.heads + 2 * op.kv_heads) * op.head_dim, "width of q, k and v");
+        assert_eq!(out.cols(), op.heads * op.head_dim, "width of the attention output");
+        let plan = &self.groups[group];
+        let args = |items: u64| {
+            let (k, v) = cache.layer(layer);
+            let (tables, max_blocks) = buffers.tables(group);
+            let pair = |a: u32, b: u32| u64::from(a) | u64::from(b) << 32;
+            let window = op.window.unwrap_or(0) as u32;
+            let softcap = op.softcap.unwrap_or(0.0);
+            [
+                qkv.address(),
+                out.address(),
+                k,
+                v,
+                tables,
+                items,
+                0,
+                self.partial_out.address,
+                self.partial_stats.address,
+                self.counters.address,
+                pair(max_blocks as u32, op.heads as u32),
+                pair(op.kv_heads as u32, cache.layout().block_len as u32),
+                pair(window, op.scale.to_bits()),
+                pair(softcap.to_bits(), 1f32.to_bits()),
+                pair(1f32.to_bits(), 0),
+            ]
+        };
+        let (suffix, dim) = (self.element.suffix(), op.head_dim);
+        let decode_args = args(buffers.extra(2 * group));
+        let (k_map, v_map) = cache.maps(layer);
+        let wide = if plan.heads.group > 8 { "_q16" } else { "" };
+        let shared_bytes = if device.capability.0 >= 9 { 114_688 } else { 81_920 };
+        let launch = Launch { grid: [self.ctas, 1, 1], threads: 160, shared_bytes };
+        let kernel = format!("paged_decode_{suffix}_d{dim}{wide}");
+        device.launch(&kernel, launch, &[Arg::Struct(k_map), Arg::Struct(v_map), Arg::Struct(&decode_args)]);
+        if plan.rows.is_empty() {
+            return;
+        }
+        let prefill_args = args(buffers.extra(2 * group + 1));
+        let keys = if dim == 256 { 32 } else { 64 };
+        let shared_bytes = 1024 + 128 * dim + 4 * keys * dim * Element::BYTES;
+        let launch = Launch { grid: [self.ctas, 1, 1], threads: 128, shared_bytes };
+        device.launch(&format!("paged_prefill_{suffix}_d{dim}"), launch, &[Arg::Struct(&prefill_args)]);
+    }
+}
+
+/// Most packed queries of a decode tile.
+const MAX_QUERIES: u32 = 16;
+
+impl Group {
+    fn new(op: &AttentionOp, limits: &StepLimits, ctas: usize) -> Self {
+        let heads = Heads {
+            kv_heads: op.kv_heads as u32,
+            group: (op.heads / op.kv_heads) as u32,
+            window: op.window.unwrap_or(0) as u32,
+        };
+        let query_tiles = (op.heads / op.kv_heads).div_ceil(8);
+        let decode = limits.max_slots * op.kv_heads * query_tiles;
+        let prefill = op.kv_heads * (limits.max_tokens * op.heads / op.kv_heads / PREFILL_ROWS as usize + limits.max_slots);
+        let max_items = 2 * ctas + decode.max(prefill);
+        Self { heads, max_items, rows: Vec::new(), decode: Vec::new(), prefill: Vec::new() }
+    }
+}
+
+/// A `CUtensorMap`.
+pub type TensorMap = [u64; 16];
+
+/// A tensor map over a layer's keys (or values), in tiles of 16 tokens; see `decode.cu`.
+pub fn tensor_map(address: u64, rows: usize, row_bytes: usize, element: Element) -> Result<TensorMap, KernelError> {
+    use sys::CUtensorMapDataType_enum as Type;
+    use sys::CUtensorMapSwizzle_enum as Swizzle;
+    let (chunk, swizzle) = match row_bytes {
+        n if n.is_multiple_of(128) => (128, Swizzle::CU_TENSOR_MAP_SWIZZLE_128B),
+        n if n.is_multiple_of(64) => (64, Swizzle::CU_TENSOR_MAP_SWIZZLE_64B),
+        n if n.is_multiple_of(32) => (32, Swizzle::CU_TENSOR_MAP_SWIZZLE_32B),
+        _ => (16, Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE),
+    };
+    let kind = match element {
+        Element::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        Element::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    };
+    let sizes = [(chunk / Element::BYTES) as u64, rows as u64, (row_bytes / chunk) as u64];
+    let strides = [row_bytes as u64, chunk as u64];
+    let tile = [(chunk / Element::BYTES) as u32, 16, 1];
+    let steps = [1u32; 3];
+    let mut map = std::mem::MaybeUninit::<sys::CUtensorMap>::zeroed();
+    // SAFETY: the arrays have three (strides two) entries, as the rank says; the map is written whole.
+    let result = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            map.as_mut_ptr(),
+            kind,
+            3,
+            address as *mut _,
+            sizes.as_ptr(),
+            strides.as_ptr(),
+            tile.as_ptr(),
+            steps.as_ptr(),
+            sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzle,
+            sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    result.result().map_err(super::device::fault("describing the KV cache"))?;
+    // SAFETY: the driver filled it; it is 16 words.
+    Ok(unsafe { map.assume_init() }.opaque)
+}
+
+fn words(items: &[Item]) -> &[u32] {
+    // SAFETY: `Item` is `repr(C)` and made of u32 only.
+    unsafe { std::slice::from_raw_parts(items.as_ptr().cast(), items.len() * ITEM_WORDS) }
+}

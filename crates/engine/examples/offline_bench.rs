@@ -14,7 +14,7 @@ use kwire_engine::executor::local::LocalExecutor;
 use kwire_engine::handle::Command;
 use kwire_engine::model::checkpoint::Checkpoint;
 use kwire_engine::plan::{CacheConfig, MemoryPlan};
-use kwire_engine::{Engine, Event, Request, RequestId, SchedulerConfig, StopParams};
+use kwire_engine::{Engine, Event, Request, RequestId, SchedulerConfig, SchedulingPolicy, StopParams};
 use kwire_kernels::cuda::{CudaBackend, Element};
 use kwire_kernels::{KvDtype, SampleParams};
 use serde_json::{Value, json};
@@ -68,7 +68,9 @@ impl Bench {
             max_num_batched_tokens: 16384,
             max_model_len: 16384,
             prefix_caching: false,
-            ..SchedulerConfig::default()
+            chunked_prefill: true,
+        long_prefill_token_threshold: 0,
+        policy: SchedulingPolicy::Fcfs,
         };
         let backend = CudaBackend::new(0, Element::Bf16, std::env::var_os("EAGER").is_none())?;
         let (free, total) = backend.device().memory()?;
@@ -76,7 +78,9 @@ impl Bench {
         let cache = CacheConfig { block_len: 16, dtype: KvDtype::Bf16, bytes };
         let plan = MemoryPlan::new::<CudaBackend>(&checkpoint, &spec, &limits, cache)?;
         let tokens = plan.cache_tokens;
-        report(&json!({"what": "plan", "weights": plan.weight_bytes, "activations": plan.activation_bytes, "cache_tokens": tokens}));
+        report(
+            &json!({"what": "plan", "weights": plan.weight_bytes, "activations": plan.activation_bytes, "cache_tokens": tokens}),
+        );
         let n_vocab = u32::try_from(spec.n_vocab)?;
         let executor = LocalExecutor::load(backend, &checkpoint, (spec, &names), &plan, &limits, &mut |_| {})?;
         Ok(Self { engine: Engine::new(limits, executor)?, n_vocab, random: 1234, next_id: 0 })
@@ -128,7 +132,7 @@ impl Bench {
             }
             n_out += n;
         }
-        assert_eq!(n_out, lengths.iter().map(|r| r.1).sum(), "every request must run to its end");
+        assert_eq!(n_out, lengths.iter().map(|r| r.1).sum::<usize>(), "every request must run to its end");
         Ok(Run { total: start.elapsed().as_secs_f64(), stamps, n_in: lengths.iter().map(|r| r.0).sum(), n_out })
     }
 

@@ -47,6 +47,15 @@ impl Attention {
         // Each CTA but the last cuts at most one pair, in two.
         let max_partials = 2 * ctas;
         let queries = MAX_QUERIES as usize;
+        for (_, op) in &limits.groups {
+            let (suffix, dim) = (element.suffix(), op.head_dim);
+            for wide in ["", "_q16"] {
+                let bytes = decode_shared_bytes(device, dim, wide);
+                device.allow_shared(&format!("paged_decode_{suffix}_d{dim}{wide}"), bytes);
+            }
+            device.allow_shared(&format!("paged_prefill_{suffix}_d{dim}"), prefill_shared_bytes(dim));
+        }
+        device.check()?;
         let counters = device.buffer(4 * max_partials, "attention's counters")?;
         device.zero(&counters);
         Ok(Self {
@@ -69,13 +78,7 @@ impl Attention {
     pub fn plan(&mut self, batch: &StepBatch<'_>) {
         for group in &mut self.groups {
             let queries = if group.heads.group > 8 { MAX_QUERIES } else { 8 };
-            let split = Split {
-                ctas: self.ctas as u32,
-                queries,
-                min_tiles: 4,
-                item_cost: 2,
-                fixed_tiles: None,
-            };
+            let split = Split { ctas: self.ctas as u32, queries, min_tiles: 4, item_cost: 2, fixed_tiles: None };
             let is_decode = |row: &Row| row.n_tokens * group.heads.group <= queries;
             let rows = batch.rows.iter().zip(batch.slots).map(|(span, &slot)| Row {
                 q_start: span.first_token as u32,
@@ -138,23 +141,37 @@ impl Attention {
         let decode_args = args(buffers.extra(2 * group));
         let (k_map, v_map) = cache.maps(layer);
         let wide = if plan.heads.group > 8 { "_q16" } else { "" };
-        let shared_bytes = if device.capability.0 >= 9 { 114_688 } else { 81_920 };
-        let launch = Launch { grid: [self.ctas, 1, 1], threads: 160, shared_bytes };
+        let launch = Launch { grid: [self.ctas, 1, 1], threads: 160, shared_bytes: decode_shared_bytes(device, dim, wide) };
         let kernel = format!("paged_decode_{suffix}_d{dim}{wide}");
         device.launch(&kernel, launch, &[Arg::Struct(k_map), Arg::Struct(v_map), Arg::Struct(&decode_args)]);
         if plan.rows.is_empty() {
             return;
         }
         let prefill_args = args(buffers.extra(2 * group + 1));
-        let keys = if dim == 256 { 32 } else { 64 };
-        let shared_bytes = 1024 + 128 * dim + 4 * keys * dim * Element::BYTES;
-        let launch = Launch { grid: [self.ctas, 1, 1], threads: 128, shared_bytes };
+        let launch = Launch { grid: [self.ctas, 1, 1], threads: 128, shared_bytes: prefill_shared_bytes(dim) };
         device.launch(&format!("paged_prefill_{suffix}_d{dim}"), launch, &[Arg::Struct(&prefill_args)]);
     }
 }
 
 /// Most packed queries of a decode tile.
 const MAX_QUERIES: u32 = 16;
+
+/// `Decode::SHARED` of `decode.cu`.
+fn decode_shared_bytes(device: &Device, head_dim: usize, wide: &str) -> usize {
+    let largest = head_dim == 256 && !wide.is_empty();
+    match (device.capability.0 >= 9, largest) {
+        (true, true) => 232_448,
+        (true, false) => 115_712,
+        (false, true) => 135_168,
+        (false, false) if head_dim == 256 => 101_376,
+        (false, false) => 82_944,
+    }
+}
+
+fn prefill_shared_bytes(head_dim: usize) -> usize {
+    let keys = if head_dim == 256 { 32 } else { 64 };
+    1024 + 128 * head_dim + 4 * keys * head_dim * Element::BYTES
+}
 
 impl Group {
     fn new(op: &AttentionOp, limits: &StepLimits, ctas: usize) -> Self {
@@ -165,7 +182,8 @@ impl Group {
         };
         let query_tiles = (op.heads / op.kv_heads).div_ceil(8);
         let decode = limits.max_slots * op.kv_heads * query_tiles;
-        let prefill = op.kv_heads * (limits.max_tokens * op.heads / op.kv_heads / PREFILL_ROWS as usize + limits.max_slots);
+        let prefill =
+            op.kv_heads * (limits.max_tokens * op.heads / op.kv_heads / PREFILL_ROWS as usize + limits.max_slots);
         let max_items = 2 * ctas + decode.max(prefill);
         Self { heads, max_items, rows: Vec::new(), decode: Vec::new(), prefill: Vec::new() }
     }
@@ -188,9 +206,9 @@ pub fn tensor_map(address: u64, rows: usize, row_bytes: usize, element: Element)
         Element::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         Element::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     };
-    let sizes = [(chunk / Element::BYTES) as u64, rows as u64, (row_bytes / chunk) as u64];
-    let strides = [row_bytes as u64, chunk as u64];
-    let tile = [(chunk / Element::BYTES) as u32, 16, 1];
+    let sizes = [(chunk / Element::BYTES) as u64, (row_bytes / chunk) as u64, rows as u64];
+    let strides = [chunk as u64, row_bytes as u64];
+    let tile = [(chunk / Element::BYTES) as u32, 1, 16];
     let steps = [1u32; 3];
     let mut map = std::mem::MaybeUninit::<sys::CUtensorMap>::zeroed();
     // SAFETY: the arrays have three (strides two) entries, as the rank says; the map is written whole.

@@ -2,14 +2,14 @@
 
 use std::convert::Infallible;
 
+use super::Element;
+use super::attention::{Attention, TensorMap, tensor_map};
 use super::cublas::{CublasLt, Shape};
 use super::device::{Arg, Device, DeviceBuffer, Launch};
 use super::graphs::Graphs;
+use super::sampling::{Pending, Sampling};
 use super::staging::Staging;
 use super::step::{CudaStep, StepBuffers};
-use super::attention::{Attention, TensorMap, tensor_map};
-use super::sampling::{Pending, Sampling};
-use super::Element;
 use crate::{
     Activation, AttentionOp, Backend, BlockCopy, DType, KernelError, KvDtype, KvLayout, Rope, RopePairing,
     SampleParams, SampleRequest, Sampled, StepBatch, StepLimits, StepShape, TensorRole, WeightPart,
@@ -43,6 +43,11 @@ pub struct CudaTensor {
     cols: usize,
 }
 
+/// Threads of a block that takes a row of `cols` elements in vectors of eight.
+fn vector_threads(cols: usize, most: usize) -> usize {
+    cols.div_ceil(8).next_multiple_of(32).min(most)
+}
+
 /// Weights of a linear layer, `n_rows × n_cols`, row-major.
 pub struct CudaWeight {
     data: DeviceBuffer,
@@ -58,7 +63,7 @@ pub struct CudaVector {
     len: usize,
 }
 
-/// Rotation tables, `[position][cos of all pairs, sin of all pairs]`.
+/// Rotation tables, `[position][pair]` of (cos, sin).
 pub struct CudaRope {
     table: DeviceBuffer,
     n_pairs: usize,
@@ -84,6 +89,15 @@ impl CudaKvCache {
     pub(super) fn layer(&self, layer: usize) -> (u64, u64) {
         let half = self.half_layer_bytes();
         (self.data.at(2 * layer * half), self.data.at((2 * layer + 1) * half))
+    }
+
+    /// How block kernels see it: storage, bytes of a plane (the keys or values of a layer), bytes of a block in one; and the
+    /// launch for `n` blocks.
+    fn planes(&self, n: usize) -> ([Arg<'_>; 3], Launch) {
+        let n_planes = 2 * self.layout.n_layers;
+        let block_bytes = self.layout.block_bytes() / n_planes;
+        let args = [(&self.data).into(), (self.half_layer_bytes() as u64).into(), (block_bytes as u64).into()];
+        (args, Launch { grid: [n_planes, n, 1], threads: 256, shared_bytes: 0 })
     }
 
     /// Tensor maps of a layer's keys and values.
@@ -125,6 +139,21 @@ impl CudaBackend {
 
     fn launch(&self, name: &str, launch: Launch, args: &[Arg<'_>]) {
         self.device.launch(&format!("{name}_{}", self.element.suffix()), launch, args);
+    }
+
+    /// Copies blocks to or from a buffer, and waits for it.
+    fn move_blocks(
+        &self,
+        kernel: &str,
+        cache: &CudaKvCache,
+        blocks: &[u32],
+        buffer: &DeviceBuffer,
+    ) -> Result<(), KernelError> {
+        let ids: Vec<u8> = blocks.iter().flat_map(|b| b.to_le_bytes()).collect();
+        let ids = self.device.upload(&ids, "block ids")?;
+        let (storage, launch) = cache.planes(blocks.len());
+        self.device.launch(kernel, launch, &[storage[0], storage[1], storage[2], (&ids).into(), buffer.into()]);
+        self.device.synchronize()
     }
 
     fn steps(&self) -> &Steps {
@@ -255,25 +284,21 @@ impl Backend for CudaBackend {
 
     fn embed(&mut self, step: &CudaStep, table: &CudaWeight, scale: f32, out: &mut CudaTensor) {
         let steps = self.steps();
+        let ids = steps.buffers.token_ids();
         let args = [
-            steps.buffers.token_ids().into(),
+            ids.into(),
             steps.sampling.last_tokens().into(),
+            ids.into(),
             (&table.data).into(),
             (&out.data).into(),
-            out.cols.into(),
             scale.into(),
+            table.n_rows.into(),
+            out.cols.into(),
         ];
-        self.launch("embed", Launch::linear(step.shape.n_tokens, 128), &args);
+        self.launch("embed", Launch::linear(step.shape.n_tokens, vector_threads(out.cols, 512)), &args);
     }
 
-    fn linear(
-        &mut self,
-        rows: usize,
-        x: &CudaTensor,
-        w: &CudaWeight,
-        lora: Option<&Infallible>,
-        out: &mut CudaTensor,
-    ) {
+    fn linear(&mut self, rows: usize, x: &CudaTensor, w: &CudaWeight, lora: Option<&Infallible>, out: &mut CudaTensor) {
         assert!(lora.is_none());
         assert_eq!(x.cols, w.n_cols, "input features");
         assert_eq!(out.cols, w.n_rows, "output features");
@@ -298,11 +323,12 @@ impl Backend for CudaBackend {
             delta.map_or(0, |d| d.address()).into(),
             residual.address().into(),
             (&weight.data).into(),
-            eps.into(),
             out.address().into(),
+            eps.into(),
+            rows.into(),
             residual.cols.into(),
         ];
-        self.launch("add_rms_norm", Launch::linear(rows, 256), &args);
+        self.launch("add_rms_norm", Launch::linear(rows, vector_threads(residual.cols, 1024)), &args);
     }
 
     fn rope_write_kv(
@@ -316,8 +342,37 @@ impl Backend for CudaBackend {
         group: usize,
         layer: usize,
     ) {
-        let _ = (step, op, qk_norm, rope.map(|r| (&r.table, r.n_pairs, r.pairing)), qkv, cache, group, layer);
-        todo!()
+        assert_eq!(qkv.cols, (op.heads + 2 * op.kv_heads) * op.head_dim, "width of q, k and v");
+        let buffers = &self.steps().buffers;
+        let (tables, max_blocks) = buffers.tables(group);
+        let (k, v) = cache.layer(layer);
+        let pair = |a: u32, b: usize| u64::from(a) | (b as u64) << 32;
+        let (n_pairs, pairing) = rope.map_or((0, RopePairing::Half), |r| (r.n_pairs, r.pairing));
+        let args = [
+            qkv.address(),
+            rope.map_or(0, |r| r.table.address),
+            qk_norm.map_or(0, |(q, _, _)| q.data.address),
+            qk_norm.map_or(0, |(_, k, _)| k.data.address),
+            buffers.positions(),
+            buffers.token_slots(),
+            tables,
+            k,
+            v,
+            pair(qk_norm.map_or(0.0, |(_, _, eps)| eps).to_bits(), 1f32.to_bits() as usize),
+            pair(1f32.to_bits(), op.heads),
+            pair(op.kv_heads as u32, op.head_dim),
+            pair(2 * n_pairs as u32, usize::from(pairing == RopePairing::Interleaved)),
+            pair(cache.layout.block_len as u32, max_blocks),
+        ];
+        let (width, lanes) = match op.head_dim {
+            0..=64 => (64, 8),
+            65..=128 => (128, 16),
+            _ => (256, 32),
+        };
+        // Each group of lanes takes two heads at a time.
+        let threads = ((op.heads + 2 * op.kv_heads) * lanes / 2).next_multiple_of(32).min(512);
+        let kernel = format!("rope_write_kv_{}_{width}", self.element.suffix());
+        self.device.launch(&kernel, Launch::linear(step.shape.n_tokens, threads), &[Arg::Struct(&args)]);
     }
 
     fn paged_attention(
@@ -331,34 +386,43 @@ impl Backend for CudaBackend {
         out: &mut CudaTensor,
     ) {
         let Steps { buffers, attention, .. } = self.steps.as_ref().expect("reserved before the first step");
-        attention.launch(&self.device, buffers, step, op, qkv, cache, (group, layer), out);
+        attention.launch(&self.device, buffers, op, qkv, cache, (group, layer), out);
     }
 
     fn gated_activation(&mut self, rows: usize, act: Activation, gate_up: &CudaTensor, out: &mut CudaTensor) {
         assert_eq!(gate_up.cols, 2 * out.cols, "width of gate and up");
         let name = match act {
-            Activation::Silu => "gated_silu",
-            Activation::GeluTanh => "gated_gelu_tanh",
-            Activation::Gelu => "gated_gelu",
+            Activation::Silu => "silu",
+            Activation::GeluTanh => "gelu_tanh",
+            Activation::Gelu => "gelu",
         };
-        let args = [gate_up.address().into(), out.address().into(), rows.into(), out.cols.into()];
-        self.launch(name, Launch::linear(rows, 256), &args);
+        let args = [gate_up.address().into(), out.address().into(), out.cols.into()];
+        let threads = vector_threads(out.cols, 256);
+        let launch = Launch { grid: [rows, out.cols.div_ceil(8 * threads), 1], threads, shared_bytes: 0 };
+        self.launch(name, launch, &args);
     }
 
     fn gather_logit_rows(&mut self, step: &CudaStep, x: &CudaTensor, out: &mut CudaTensor) {
         let tokens = self.steps().buffers.logit_tokens();
-        let args = [x.address().into(), tokens.into(), out.address().into(), x.cols.into()];
-        self.launch("gather_rows", Launch::linear(step.shape.n_logits, 128), &args);
+        let row_bytes = Element::BYTES * x.cols;
+        let args = [x.address().into(), tokens.into(), out.address().into(), row_bytes.into(), x.capacity.into()];
+        let launch = Launch::linear(step.shape.n_logits, vector_threads(x.cols, 256));
+        self.device.launch("gather_rows", launch, &args);
     }
 
     fn sample(&mut self, logits: &mut CudaTensor, n_vocab: usize, requests: &[SampleRequest<'_>]) -> Self::Pending {
+        assert_eq!(logits.cols, n_vocab, "a logit for each token");
         let steps = self.steps.as_mut().expect("reserved before the first step");
-        steps.sampling.enqueue(&self.device, logits, n_vocab, requests)
+        let pending = steps.sampling.enqueue(&self.device, logits.address(), logits.cols, requests);
+        pending.unwrap_or_else(|error| {
+            self.device.note_error(error);
+            Pending::default()
+        })
     }
 
     fn collect(&mut self, pending: Self::Pending) -> Result<Vec<Sampled>, KernelError> {
         let steps = self.steps.as_mut().expect("reserved before the first step");
-        steps.sampling.collect(&self.device, pending)
+        steps.sampling.collect(&self.device, &pending)
     }
 
     fn read(&mut self, rows: usize, x: &CudaTensor) -> Result<Vec<f32>, KernelError> {
@@ -375,18 +439,40 @@ impl Backend for CudaBackend {
     }
 
     fn copy_blocks(&mut self, cache: &mut CudaKvCache, copies: &[BlockCopy]) {
-        let _ = (cache, copies);
-        todo!()
+        // Copies of one launch are independent of each other; one that reads or overwrites what another wrote comes later.
+        let mut rest = copies;
+        while !rest.is_empty() {
+            let depends = |i: usize| {
+                rest[..i].iter().any(|c| c.dst == rest[i].src || c.dst == rest[i].dst || c.src == rest[i].dst)
+            };
+            let n = (1..rest.len()).find(|&i| depends(i)).unwrap_or(rest.len());
+            let pairs: Vec<u8> = rest[..n].iter().flat_map(|c| [c.src, c.dst]).flat_map(u32::to_le_bytes).collect();
+            match self.device.upload(&pairs, "block copies") {
+                Ok(pairs) => {
+                    let (storage, launch) = cache.planes(n);
+                    self.device.launch("copy_blocks", launch, &[storage[0], storage[1], storage[2], (&pairs).into()]);
+                    self.device.synchronize().ok();
+                }
+                Err(error) => self.device.note_error(error),
+            }
+            rest = &rest[n..];
+        }
     }
 
     fn export_blocks(&mut self, cache: &CudaKvCache, blocks: &[u32]) -> Result<Vec<u8>, KernelError> {
-        let _ = (cache, blocks);
-        todo!()
+        self.device.bind();
+        let buffer = self.device.buffer(cache.layout.block_bytes() * blocks.len(), "exported blocks")?;
+        self.move_blocks("export_blocks", cache, blocks, &buffer)?;
+        let mut bytes = vec![0; buffer.bytes];
+        self.device.read(&buffer, 0, &mut bytes)?;
+        Ok(bytes)
     }
 
     fn import_blocks(&mut self, cache: &mut CudaKvCache, blocks: &[u32], bytes: &[u8]) -> Result<(), KernelError> {
-        let _ = (cache, blocks, bytes);
-        todo!()
+        self.device.bind();
+        assert_eq!(bytes.len(), cache.layout.block_bytes() * blocks.len(), "exported blocks of the same layout");
+        let buffer = self.device.upload(bytes, "imported blocks")?;
+        self.move_blocks("import_blocks", cache, blocks, &buffer)
     }
 
     fn capture(&mut self, step: &CudaStep, f: &mut dyn FnMut(&mut Self)) {

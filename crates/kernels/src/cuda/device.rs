@@ -327,6 +327,27 @@ impl PinnedBuffer {
         unsafe { std::slice::from_raw_parts(self.address, self.len) }
     }
 
+    /// The whole words in it. The caller makes sure that the device isn't writing them.
+    pub fn words(&self) -> &[u32] {
+        // SAFETY: page-aligned, and every bit pattern is a valid u32.
+        unsafe { std::slice::from_raw_parts(self.address.cast(), self.len / 4) }
+    }
+
+    /// The whole words, to be written. The caller makes sure that the device isn't using them.
+    pub fn words_mut(&mut self) -> &mut [u32] {
+        // SAFETY: page-aligned, and every bit pattern is a valid u32; `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.address.cast(), self.len / 4) }
+    }
+
+    /// Makes room for `len` bytes; the contents are lost if there was not enough. The caller makes sure that the device
+    /// isn't using it.
+    pub fn grow(&mut self, len: usize) -> Result<(), KernelError> {
+        if len > self.len {
+            *self = Self::new(len.next_power_of_two())?;
+        }
+        Ok(())
+    }
+
     /// The bytes, to be written. The caller makes sure that the device isn't using them.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: allocated with `len` initialized bytes; `self` is borrowed mutably.
@@ -433,7 +454,9 @@ fn load_kernels(capability: (i32, i32)) -> Result<Kernels, KernelError> {
 impl Device {
     /// Lets a kernel use up to `bytes` of dynamic shared memory; above 48 KiB it must be asked for, once.
     pub fn allow_shared(&self, kernel: &str, bytes: usize) {
-        let function = self.kernels[kernel];
+        let Some(&function) = self.kernels.get(kernel) else {
+            return self.note_error(KernelError::Unsupported(format!("this build has no kernel {kernel}")));
+        };
         let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let bytes = i32::try_from(bytes).expect("shared memory is small");
         // SAFETY: a function of a loaded module.

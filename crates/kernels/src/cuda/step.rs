@@ -123,7 +123,7 @@ impl StepBuffers {
         let step = self.padded.fill(batch, use_graphs);
         let (pinned, passed) = &mut self.ring[self.next];
         passed.wait(device)?;
-        let to = as_words_mut(pinned.bytes_mut());
+        let to = pinned.words_mut();
         let mut sections = [0u32; 36];
         let (mut from, mut n_sections) = (0, 0);
         let own = [
@@ -236,11 +236,4 @@ pub fn bucket(n: usize) -> usize {
         5..=256 => n.next_multiple_of(8),
         _ => n.next_multiple_of(16),
     }
-}
-
-fn as_words_mut(bytes: &mut [u8]) -> &mut [u32] {
-    // SAFETY: every bit pattern is a valid u32; unaligned ends would be left out, of which pinned pages have none.
-    let (head, words, _) = unsafe { bytes.align_to_mut::<u32>() };
-    assert!(head.is_empty(), "pinned memory is page-aligned");
-    words
 }

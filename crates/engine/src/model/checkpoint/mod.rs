@@ -176,9 +176,15 @@ pub struct Checkpoint {
 #[derive(Debug)]
 enum Source {
     Gguf(gguf::Gguf),
-    Hf { config: HfConfig, shards: Vec<safetensors::Shard> },
+    Hf {
+        config: HfConfig,
+        shards: Vec<safetensors::Shard>,
+    },
     /// Random weights of a real config.
-    Dummy { config: HfConfig, weights: dummy::Weights },
+    Dummy {
+        config: HfConfig,
+        weights: dummy::Weights,
+    },
 }
 
 impl Checkpoint {

@@ -101,7 +101,11 @@ impl World {
             prefix_caching: !rng.one_in(4),
             policy: if rng.one_in(2) { SchedulingPolicy::Priority } else { SchedulingPolicy::Fcfs },
         };
-        let executor = SimExecutor::new(info.clone(), max_num_seqs);
+        Self::of(rng, config, info)
+    }
+
+    fn of(rng: Rng, config: SchedulerConfig, info: ExecutorInfo) -> Self {
+        let executor = SimExecutor::new(info.clone(), config.max_num_seqs);
         let engine = Engine::new(config, executor).unwrap();
         Self {
             engine,
@@ -126,39 +130,35 @@ impl World {
         let change = rng.below(len + 1);
         let prompt: Vec<u32> = (0..len).map(|i| if i < change { first } else { (first + 1) % 3 }).collect();
         let n = if rng.one_in(4) { 1 + u32::try_from(rng.below(max_n)).unwrap() } else { 1 };
-        let params = SampleParams { seed: rng.below(1000) as u64, ..SampleParams::default() };
+        let sampling = SampleParams { seed: rng.below(1000) as u64, ..SampleParams::default() };
         let stop_token_ids = if rng.one_in(2) { vec![2] } else { vec![] };
         let stop = StopParams { max_tokens: 1 + rng.below(40), min_tokens: rng.below(6), stop_token_ids };
         let prompt_logprobs = rng.one_in(6).then_some(1);
         let priority = i32::try_from(rng.below(3)).unwrap();
-        self.engine.execute(Command::Add(Box::new(Request {
-            n,
-            sampling: params.clone(),
-            stop: stop.clone(),
-            priority,
-            prompt_logprobs,
-            cache_salt: rng.one_in(5).then(|| "tenant".into()),
-            // Few ids, so that one is on several blocks.
-            prefix_tags: vec![PrefixTag { id: rng.below(4) as u64, end_token: 1 + rng.below(len) }],
-            ..request(id.0, &prompt, 0)
-        })));
-        let n_sequences = n as usize;
-        self.live.insert(
-            id,
-            Expected {
-                prompt_logprobs: prompt_logprobs.is_some(),
-                scored: prompt_logprobs.is_some(),
-                prompt,
-                params,
-                stop,
-                n,
-                seen: vec![vec![]; n_sequences],
-                finished: vec![None; n_sequences],
-                aborted: false,
-                stopped: vec![false; n_sequences],
-                started: false,
-            },
-        );
+        let cache_salt = rng.one_in(5).then(|| "tenant".into());
+        // Few ids, so that one is on several blocks.
+        let prefix_tags = vec![PrefixTag { id: rng.below(4) as u64, end_token: 1 + rng.below(len) }];
+        let plain = request(id.0, &prompt, 0);
+        self.add(Request { n, sampling, stop, priority, prompt_logprobs, cache_salt, prefix_tags, ..plain });
+    }
+
+    fn add(&mut self, request: Request) {
+        let n_sequences = request.n as usize;
+        let expected = Expected {
+            prompt: request.prompt.to_vec(),
+            params: request.sampling.clone(),
+            stop: request.stop.clone(),
+            n: request.n,
+            seen: vec![vec![]; n_sequences],
+            finished: vec![None; n_sequences],
+            aborted: false,
+            stopped: vec![false; n_sequences],
+            started: false,
+            prompt_logprobs: request.prompt_logprobs.is_some(),
+            scored: request.prompt_logprobs.is_some(),
+        };
+        self.live.insert(request.id, expected);
+        self.engine.execute(Command::Add(Box::new(request)));
     }
 
     fn abort_some(&mut self) {
@@ -336,30 +336,54 @@ fn nobody_starves() {
     }
 }
 
+/// A world of full attention with these many blocks in its groups.
+fn world(n_blocks: &[usize], depth: usize, max_num_batched_tokens: usize) -> World {
+    let layout = KvLayout { n_layers: 1, kv_heads: 1, head_dim: 1, block_len: 4, dtype: KvDtype::F32 };
+    let groups = n_blocks.iter().map(|_| KvGroup { layout, window: None, layers: vec![0] }).collect();
+    let config = SchedulerConfig {
+        max_num_seqs: 2,
+        max_num_batched_tokens,
+        max_model_len: MAX_MODEL_LEN,
+        chunked_prefill: true,
+        long_prefill_token_threshold: 0,
+        prefix_caching: true,
+        policy: SchedulingPolicy::Fcfs,
+    };
+    World::of(Rng::new(1), config, ExecutorInfo { groups, n_blocks: n_blocks.to_vec(), n_vocab: N_VOCAB, depth })
+}
+
+/// A prompt is scored token by token while an older answer grows and takes its blocks: each score is still reported once.
+#[test]
+fn prompt_scores_survive_a_preemption_while_they_are_in_flight() {
+    for depth in 0..3 {
+        // One of these lengths has the answer want the last block while the prompt is in the step before.
+        for n_first in 1..5 {
+            let mut world = world(&[27], depth, 2);
+            world.add(request(0, &[0, 1, 2, 2][..n_first], 80));
+            world.add(Request { prompt_logprobs: Some(0), ..request(1, &[0, 1, 1, 2].repeat(15), 10) });
+            world.finish();
+            assert!(world.scored_preemptions > 0, "the prompt is preempted at depth {depth}");
+        }
+    }
+}
+
 /// A cache that cannot hold a request, in its second group only: an error for this request, at once, and nothing is left.
 #[test]
 fn what_never_fits_fails_instead_of_waiting() {
-    for (n_blocks, prompt_len) in [([20, 2], 40), ([20, 3], 12)] {
+    // Refused by admission, and after it.
+    for (n_blocks, prompt_len) in [([20, 2], 40), ([20, 5], 12)] {
         for depth in 0..3 {
-            let mut world = World::new(3);
-            let layout = world.info.groups[0].layout;
-            let groups = [None, None].map(|window| KvGroup { layout, window, layers: vec![0] });
-            let info = ExecutorInfo { groups: groups.into(), n_blocks: n_blocks.into(), n_vocab: N_VOCAB, depth };
-            let config = world.engine.config().clone();
-            let executor = SimExecutor::new(info.clone(), config.max_num_seqs);
-            (world.engine, world.info) = (Engine::new(config, executor).unwrap(), info);
+            let mut world = world(&n_blocks, depth, 8);
             world.engine.execute(Command::Add(Box::new(request(5, &vec![1; prompt_len], 40))));
             let mut reasons = vec![];
-            while !world.engine.is_idle() {
-                let steps = world.engine.inspection().stats.steps;
+            for turn in 0.. {
+                if world.engine.is_idle() {
+                    break;
+                }
+                assert!(turn < 40, "turns without progress");
                 world.engine.step().unwrap();
                 world.engine.inspection().integrity.unwrap();
-                let report = world.engine.report(0.0);
-                assert!(
-                    depth > 0 || report.stats.steps > steps || !report.events.is_empty(),
-                    "a turn without progress"
-                );
-                reasons.extend(report.events.into_iter().filter_map(|event| match event {
+                reasons.extend(world.engine.report(0.0).events.into_iter().filter_map(|event| match event {
                     Event::Finished { reason, .. } => Some(reason),
                     _ => None,
                 }));

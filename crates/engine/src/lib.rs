@@ -18,7 +18,7 @@ mod scheduler;
 mod sequence;
 mod step;
 
-pub use config::{ConfigError, SchedulerConfig, SchedulingPolicy};
+pub use config::{Bytes, ConfigError, SchedulerConfig, SchedulingPolicy};
 pub use constraint::Constraint;
 pub use engine::Engine;
 pub use events::{Event, FinishReason, PrefixChange, StepReport, StepStats};

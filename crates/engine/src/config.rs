@@ -56,7 +56,7 @@ pub enum ConfigError {
     )]
     ModelLenBeyondCache { len: usize, fits: usize, bytes: usize },
     #[error(
-        "a KV cache of {} cannot hold {len} tokens: give it at least --kv-cache-memory-bytes {least} ({})", 
+        "a KV cache of {} cannot hold {len} tokens: give it at least --kv-cache-memory-bytes {least} ({})",
         Bytes(*bytes), Bytes(*least)
     )]
     CacheTooSmall { bytes: usize, len: usize, least: usize },

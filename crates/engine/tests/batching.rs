@@ -20,16 +20,16 @@ const MAX_MODEL_LEN: usize = 144;
 /// Tokens of a cache that holds all requests.
 const LARGE: usize = 8_000;
 /// Of one that does not.
-const SMALL: usize = 192;
+const SMALL: usize = 144;
 
 /// Some outgrow the tokens that admission reserves for each, so that a small cache has to preempt.
 fn output_len(i: usize) -> usize {
     if i % 8 < 2 { 40 } else { 5 }
 }
 
-/// Prompts of 1 to 97 tokens; every third shares a long prefix; greedy and seeded sampling in turn.
+/// Prompts of 1 to 79 tokens; every third shares a long prefix; greedy and seeded sampling in turn.
 fn request(i: usize, text: &[u32]) -> Request {
-    let len = 1 + i * 61 % 97;
+    let len = 1 + i * 61 % 79;
     let start = if i.is_multiple_of(3) { 0 } else { i * 97 };
     let sampling = match i % 2 {
         0 => SampleParams { temperature: 0.0, repetition_penalty: 1.1, ..SampleParams::default() },
@@ -116,7 +116,7 @@ fn a_batch_changes_no_token() {
     let mut caching = engine(small_chunks, LARGE);
     assert!(run(&mut caching, requests()).0 == expected, "in chunks of at most 37 tokens, with prefix caching");
     assert!(run(&mut caching, requests()).0 == expected, "on a warm cache");
-    assert!(caching.inspection().stats.prefix_hits > 1000, "the second run hits");
+    assert!(caching.inspection().stats.prefix_hits > 700, "the second run hits");
 
     for (prefix_caching, max_num_batched_tokens) in [(false, 37), (true, 512)] {
         let config = SchedulerConfig { prefix_caching, max_num_batched_tokens, ..config() };

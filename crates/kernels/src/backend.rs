@@ -310,7 +310,13 @@ pub trait Backend: Send + 'static {
 
     /// Bytes that the weights of one checkpoint matrix will take.
     fn weight_bytes(dtype: DType, n_rows: usize, n_cols: usize) -> usize;
+    /// Bytes that [`Backend::reserve_linear`] will take.
+    fn linear_scratch_bytes(_max_values: usize) -> usize {
+        0
+    }
 
+    /// Reserves at start what linear layers work in: those whose rows × input features are at most `max_values`.
+    fn reserve_linear(&mut self, _max_values: usize) {}
     /// Reserves an activation matrix.
     fn tensor(&mut self, capacity: usize, cols: usize) -> Result<Self::Tensor, KernelError>;
     /// Makes one linear layer of parts stacked along the output (merged QKV, merged gate and up).

@@ -46,14 +46,17 @@ impl<B: Backend> Decoder<B> {
             groups.iter().enumerate().find_map(find).expect("every layer is in a group")
         };
         let places = (0..spec.layers.len()).map(place).collect();
-        let activations = Activations::new(&spec, backend, limits.max_num_batched_tokens, limits.max_logits())?;
+        let activations = Activations::new(&spec, backend, limits)?;
         Ok(Self { spec, weights, ropes, places, activations })
     }
 
-    /// Bytes of activations for steps within `limits`, in f32.
+    /// Bytes of activations in f32 for steps within `limits`, and of what linear layers work in.
     pub fn activation_bytes(spec: &DecoderSpec, limits: &SchedulerConfig) -> usize {
-        let width = Activations::<B>::widths(spec).iter().sum::<usize>();
-        4 * (limits.max_num_batched_tokens * width + limits.max_logits() * (spec.hidden + spec.n_vocab))
+        let width = Activations::<B>::widths(spec).iter().fold(0, |sum: usize, w| sum.saturating_add(*w));
+        let step = limits.max_num_batched_tokens.saturating_mul(width);
+        let head = limits.max_logits().saturating_mul(spec.hidden.saturating_add(spec.n_vocab));
+        let scratch = B::linear_scratch_bytes(Activations::<B>::linear_values(spec, limits));
+        step.saturating_add(head).saturating_mul(4).saturating_add(scratch)
     }
 
     /// Logits of the last forward's wanted positions.
@@ -106,7 +109,9 @@ impl<B: Backend> Decoder<B> {
 }
 
 impl<B: Backend> Activations<B> {
-    fn new(spec: &DecoderSpec, backend: &mut B, max_tokens: usize, max_logits: usize) -> Result<Self, KernelError> {
+    fn new(spec: &DecoderSpec, backend: &mut B, limits: &SchedulerConfig) -> Result<Self, KernelError> {
+        backend.reserve_linear(Self::linear_values(spec, limits));
+        let (max_tokens, max_logits) = (limits.max_num_batched_tokens, limits.max_logits());
         let [residual, normed, qkv, attended, gate_up, gated, delta] = Self::widths(spec);
         Ok(Self {
             residual: backend.tensor(max_tokens, residual)?,
@@ -119,6 +124,13 @@ impl<B: Backend> Activations<B> {
             head_input: backend.tensor(max_logits, spec.hidden)?,
             logits: backend.tensor(max_logits, spec.n_vocab)?,
         })
+    }
+
+    /// Rows × input features of the largest linear layer.
+    fn linear_values(spec: &DecoderSpec, limits: &SchedulerConfig) -> usize {
+        let [_, normed, _, attended, _, gated, _] = Self::widths(spec);
+        let step = limits.max_num_batched_tokens.saturating_mul(normed.max(attended).max(gated));
+        step.max(limits.max_logits().saturating_mul(spec.hidden))
     }
 
     /// Columns of the matrices, in the order of the fields: the widest layer decides.

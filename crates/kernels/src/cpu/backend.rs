@@ -78,15 +78,6 @@ impl CpuBackend {
         })
     }
 
-    /// Makes room for linear layers whose rows × input features are at most `max_values`, [`linear::Scratch::bytes`] in all.
-    /// Without such a call at start, the first steps do it, which no memory plan has counted.
-    pub fn reserve_linear(&mut self, max_values: usize) {
-        if max_values > self.linear_values {
-            self.linear_values = max_values;
-            self.linear = linear::Scratch::new(self.isa, self.pool.n_workers(), max_values);
-        }
-    }
-
     /// The instruction set in use.
     pub fn isa(&self) -> Isa {
         self.isa
@@ -110,6 +101,17 @@ impl Backend for CpuBackend {
 
     fn weight_bytes(dtype: DType, n_rows: usize, n_cols: usize) -> usize {
         linear::packed_bytes(dtype, n_rows, n_cols).unwrap_or(usize::MAX)
+    }
+
+    fn linear_scratch_bytes(max_values: usize) -> usize {
+        linear::Scratch::bytes(0, max_values)
+    }
+
+    fn reserve_linear(&mut self, max_values: usize) {
+        if max_values > self.linear_values {
+            self.linear_values = max_values;
+            self.linear = linear::Scratch::new(self.isa, self.pool.n_workers(), max_values);
+        }
     }
 
     fn tensor(&mut self, capacity: usize, cols: usize) -> Result<CpuTensor, KernelError> {
@@ -158,7 +160,7 @@ impl Backend for CpuBackend {
         assert_eq!(x.cols, w.n_cols(), "input features");
         assert!(out.cols >= w.n_rows(), "output features");
         if rows * x.cols > self.linear_values {
-            // Once per width at most: room for all rows that the tensor can have.
+            // Only for callers that reserved nothing. Once per width at most: room for all rows that the tensor can have.
             self.reserve_linear(x.capacity * x.cols);
         }
         let input = Rows { data: x.rows(rows), stride: x.cols };

@@ -13,7 +13,7 @@ use std::time::Instant;
 use kwire_engine::executor::local::LocalExecutor;
 use kwire_engine::handle::Command;
 use kwire_engine::model::checkpoint::Checkpoint;
-use kwire_engine::plan::{CacheConfig, MemoryPlan};
+use kwire_engine::plan::{CacheConfig, FixedMemory, MemoryPlan};
 use kwire_engine::{Engine, Event, Request, RequestId, SchedulerConfig, SchedulingPolicy, StopParams};
 use kwire_kernels::cuda::{CudaBackend, Element};
 use kwire_kernels::{KvDtype, SampleParams};
@@ -69,14 +69,15 @@ impl Bench {
             max_model_len: 16384,
             prefix_caching: false,
             chunked_prefill: true,
-        long_prefill_token_threshold: 0,
-        policy: SchedulingPolicy::Fcfs,
+            long_prefill_token_threshold: 0,
+            policy: SchedulingPolicy::Fcfs,
         };
         let backend = CudaBackend::new(0, Element::Bf16, std::env::var_os("EAGER").is_none())?;
         let (free, total) = backend.device().memory()?;
-        let bytes = free - total / 12 - checkpoint.total_bytes() - (4 << 30);
+        let fixed = FixedMemory::new::<CudaBackend>(&checkpoint, &spec, &limits);
+        let bytes = fixed.room(&limits, free - total / 12)?;
         let cache = CacheConfig { block_len: 16, dtype: KvDtype::Bf16, bytes };
-        let plan = MemoryPlan::new::<CudaBackend>(&checkpoint, &spec, &limits, cache)?;
+        let plan = MemoryPlan::new::<CudaBackend>(&checkpoint, &spec, &limits, cache, free)?;
         let tokens = plan.cache_tokens;
         report(
             &json!({"what": "plan", "weights": plan.weight_bytes, "activations": plan.activation_bytes, "cache_tokens": tokens}),

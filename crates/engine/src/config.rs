@@ -55,6 +55,41 @@ pub enum ConfigError {
          cache more memory with --kv-cache-memory-bytes {bytes}"
     )]
     ModelLenBeyondCache { len: usize, fits: usize, bytes: usize },
+    #[error(
+        "a KV cache of {} cannot hold {len} tokens: give it at least --kv-cache-memory-bytes {least} ({})",
+        Bytes(*bytes), Bytes(*least)
+    )]
+    CacheTooSmall { bytes: usize, len: usize, least: usize },
+    #[error(
+        "the weights take {} and {} of memory are available: use a smaller or more quantized model, or a larger machine",
+        Bytes(*weights), Bytes(*available)
+    )]
+    WeightsBeyondMemory { weights: usize, available: usize },
+    #[error(
+        "the weights take {} and the activations of a step {}, and {} of memory are available: lower \
+         --max-num-batched-tokens ({tokens}) or --max-num-seqs ({seqs})",
+        Bytes(*weights), Bytes(*activations), Bytes(*available)
+    )]
+    StepBeyondMemory { weights: usize, activations: usize, available: usize, tokens: usize, seqs: usize },
+    #[error(
+        "the weights take {}, the activations of a step {} and the KV cache {}, and {} of memory are available: start with \
+         --kv-cache-memory-bytes {fits} ({}) or less",
+        Bytes(*weights), Bytes(*activations), Bytes(*cache), Bytes(*available), Bytes(*fits)
+    )]
+    CacheBeyondMemory { weights: usize, activations: usize, cache: usize, available: usize, fits: usize },
+}
+
+/// A size for people.
+#[derive(Debug, Clone, Copy)]
+pub struct Bytes(pub usize);
+
+impl std::fmt::Display for Bytes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 as f64 {
+            n if n >= 1e9 => write!(f, "{:.2} GB", n / 1e9),
+            n => write!(f, "{:.1} MB", n / 1e6),
+        }
+    }
 }
 
 impl SchedulerConfig {

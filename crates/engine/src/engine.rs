@@ -12,18 +12,18 @@ use crate::batch::{Batch, Masks, SampleKind, StepOutput};
 use crate::config::{ConfigError, SchedulerConfig};
 use crate::executor::Executor;
 use crate::handle::{Command, Inspection, ReportSink};
-use crate::scheduler::{Scheduler, StepRecord};
+use crate::scheduler::Scheduler;
 use crate::sequence::{Sequence, SequenceId};
+use crate::step::StepRecord;
 use crate::{Event, FinishReason, Request, RequestId, Seconds, StepReport, StepStats};
 
 /// What is known of a request while it lives.
 struct Live {
-    /// Sequences that have not ended; those not forked yet count.
+    n: u32,
+    /// Of the `n` sequences those that have not ended; those not forked yet count.
     n_live: u32,
-    /// Sequences in the scheduler, by index.
+    /// Sequences made so far, by index.
     sequences: Vec<SequenceId>,
-    /// Forks that ended before they existed.
-    ended_early: Vec<u32>,
     preemptions: u32,
 }
 
@@ -97,17 +97,19 @@ impl<E: Executor> Engine<E> {
         self.scheduler.is_idle() && self.in_flight.is_empty()
     }
 
-    /// One turn: schedules and queues a step, and commits the results that are due.
+    /// One turn: schedules and queues a step, and commits the results that are due. Each turn makes progress while any request
+    /// is left.
     pub fn step(&mut self) -> Result<(), KernelError> {
         let Some((batch, record)) = self.scheduler.schedule() else {
-            self.fail_stuck();
-            // Nothing can be queued before an earlier result is known.
+            if self.in_flight.is_empty() {
+                self.fail_first();
+            }
             return self.commit_oldest();
         };
         self.note_scheduled();
         self.executor.forward(&batch)?;
         // While the forward runs: take the results that masks may depend on, then make the masks.
-        if self.depth > 0 && self.in_flight.len() >= self.depth {
+        if self.in_flight.len() >= self.depth {
             self.commit_oldest()?;
         }
         let masks = self.masks_for(&batch, &record);
@@ -131,11 +133,10 @@ impl<E: Executor> Engine<E> {
 
     /// Events since the last report, and the load.
     pub fn report(&mut self, now: Seconds) -> StepReport {
-        let (mut prefixes_stored, mut prefixes_evicted) = (Vec::new(), Vec::new());
-        self.scheduler.cache.drain_tags(&mut prefixes_stored, &mut prefixes_evicted);
+        let prefixes = self.scheduler.cache.take_prefix_changes();
         let stats = self.update_stats();
         let events = std::mem::take(&mut self.events);
-        StepReport { now, events, stats, prefixes_stored, prefixes_evicted }
+        StepReport { now, events, stats, prefixes }
     }
 
     /// The state between two steps.
@@ -158,7 +159,7 @@ impl<E: Executor> Engine<E> {
     fn add(&mut self, request: Request) {
         let id = request.id;
         let n = request.n;
-        self.requests.insert(id, Live { n_live: n, sequences: Vec::new(), ended_early: Vec::new(), preemptions: 0 });
+        self.requests.insert(id, Live { n, n_live: n, sequences: Vec::new(), preemptions: 0 });
         let refusal = self.refusal(&request);
         let full = request.resumed.len() >= request.stop.max_tokens;
         if refusal.is_some() || full {
@@ -198,26 +199,20 @@ impl<E: Executor> Engine<E> {
     /// Ends one sequence of a request, or all of them. Unknown ones are ignored: they may just have ended.
     fn end(&mut self, id: RequestId, index: Option<u32>, reason: &FinishReason) {
         let Some(live) = self.requests.get(&id) else { return };
-        let n_known = u32::try_from(live.sequences.len()).expect("n fits 32 bits");
-        let ids: Vec<_> = live.sequences.clone();
-        for (i, sequence) in (0..).zip(ids) {
-            if index.is_none_or(|index| index == i) {
+        let (sequences, n) = (live.sequences.clone(), live.n);
+        let n_known = u32::try_from(sequences.len()).expect("n fits 32 bits");
+        let all_known = n_known == n;
+        for (i, sequence) in (0..).zip(sequences) {
+            // Nothing was reported yet of a request that has not forked, so a single end is not meant for it.
+            if index.is_none_or(|index| index == i && all_known) {
                 self.finish(id, sequence, i, reason.clone());
             }
         }
-        let Some(live) = self.requests.get_mut(&id) else { return };
-        match index {
-            // Remembered until it forks.
-            Some(index) if index >= n_known => live.ended_early.push(index),
-            Some(_) if live.sequences.len() > 1 || live.n_live == 0 => {}
-            // Forks come of the first sequence: without it there will be none.
-            Some(0) | None => {
-                for sequence in (n_known..).take(live.n_live as usize) {
-                    self.events.push(Event::Finished { id, sequence, reason: reason.clone() });
-                }
-                self.close(id);
+        if index.is_none() && self.requests.contains_key(&id) {
+            for sequence in n_known..n {
+                self.events.push(Event::Finished { id, sequence, reason: reason.clone() });
             }
-            Some(_) => {}
+            self.close(id);
         }
     }
 
@@ -257,17 +252,13 @@ impl<E: Executor> Engine<E> {
             let live = self.requests.get_mut(&request).expect("a sequence belongs to a live request");
             debug_assert_eq!(live.sequences.len(), index as usize, "forks come in order");
             live.sequences.push(sequence);
-            if live.ended_early.contains(&index) {
-                self.finish(request, sequence, index, FinishReason::Stop { token: None });
-            }
         }
     }
 
-    /// Admission must make progress when nothing runs; if it cannot, the first in line fails instead of waiting for ever.
-    fn fail_stuck(&mut self) {
-        if self.in_flight.is_empty()
-            && let Some(sequence) = self.scheduler.stuck()
-        {
+    /// Nothing can be scheduled and no result will change that: the first in order, for which all others make room, fails
+    /// instead of waiting for ever.
+    fn fail_first(&mut self) {
+        if let Some(sequence) = self.scheduler.first() {
             let (id, n) = (sequence.request, sequence.tokens.len());
             self.end(id, None, &FinishReason::Error(format!("{n} tokens do not fit the KV cache")));
         }
@@ -343,16 +334,12 @@ impl<E: Executor> Engine<E> {
     fn commit_score(&mut self, id: SequenceId, sampled: Sampled) {
         let sequence = self.scheduler.get_mut(id).expect("checked by the caller");
         let request = sequence.request;
-        let n_scored = sequence.prompt.len() - 1;
-        if let Some((_, reported)) = &mut sequence.prompt_logprobs
-            && let Some(logprobs) = sampled.logprobs
-        {
-            reported.push(logprobs);
-            if reported.len() == n_scored {
-                let logprobs = std::mem::take(reported);
-                sequence.prompt_logprobs = None;
-                self.events.push(Event::PromptLogprobs { id: request, logprobs });
-            }
+        let scores = sequence.prompt_scores.as_mut().expect("kept until all results are known");
+        scores.known.push(sampled.logprobs.expect("scores have log-probabilities"));
+        if scores.known.len() == sequence.prompt.len() - 1 {
+            let logprobs = std::mem::take(&mut scores.known);
+            sequence.prompt_scores = None;
+            self.events.push(Event::PromptLogprobs { id: request, logprobs });
         }
     }
 

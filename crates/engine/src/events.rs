@@ -102,8 +102,15 @@ pub struct StepReport {
     pub events: Vec<Event>,
     /// Load and counters.
     pub stats: StepStats,
-    /// Prefix ids that became available, and that were evicted.
-    pub prefixes_stored: Vec<u64>,
-    /// See `prefixes_stored`.
-    pub prefixes_evicted: Vec<u64>,
+    /// Changes of the set of prefixes that the cache holds: who applies all reports in order has the set.
+    pub prefixes: Vec<PrefixChange>,
+}
+
+/// A prefix became available or was lost; see [`crate::PrefixTag`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PrefixChange {
+    /// The first block with this id was stored.
+    Stored(u64),
+    /// The last block with this id was evicted.
+    Evicted(u64),
 }

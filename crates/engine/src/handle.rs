@@ -13,7 +13,7 @@ pub enum Command {
     End {
         /// Which request.
         id: RequestId,
-        /// Which sequence; `None`: all.
+        /// Which sequence, of which tokens were reported; `None`: all.
         sequence: Option<u32>,
         /// Whether this is a regular end.
         stopped: bool,

@@ -16,11 +16,12 @@ pub mod plan;
 pub mod request;
 mod scheduler;
 mod sequence;
+mod step;
 
-pub use config::{ConfigError, SchedulerConfig, SchedulingPolicy};
+pub use config::{Bytes, ConfigError, SchedulerConfig, SchedulingPolicy};
 pub use constraint::Constraint;
 pub use engine::Engine;
-pub use events::{Event, FinishReason, StepReport, StepStats};
+pub use events::{Event, FinishReason, PrefixChange, StepReport, StepStats};
 pub use handle::{Command, EngineHandle, EngineStopped, Inspection, ReportSink};
 pub use kwire_kernels::{SampleParams, TokenLogprobs, TokenMask};
 pub use request::{PrefixTag, Request, RequestId, StopParams};

@@ -34,7 +34,7 @@ fn executor<B: Backend>(backend: B, checkpoint: &Checkpoint, kv: KvDtype) -> Loc
     let groups = KvGroup::of(&spec, 16, kv);
     let bytes = groups.iter().map(|g| g.layout.block_bytes()).sum::<usize>() * LEN / 16 * 2;
     let cache = CacheConfig { block_len: 16, dtype: kv, bytes };
-    let mut plan = MemoryPlan::new::<B>(checkpoint, &spec, &limits, cache).unwrap();
+    let mut plan = MemoryPlan::new::<B>(checkpoint, &spec, &limits, cache, usize::MAX).unwrap();
     plan.n_blocks.fill(LEN / 16);
     LocalExecutor::load(backend, checkpoint, (spec, &names), &plan, &limits, &mut |_| {}).unwrap()
 }
@@ -69,7 +69,9 @@ fn compare(name: &str, checkpoint: &Checkpoint, (element, kv): (Element, KvDtype
             let error = (square / norm).sqrt();
             let pairs = want.chunks(n_vocab).zip(got.chunks(n_vocab));
             let same = pairs.filter(|(a, b)| best(a) == best(b)).count();
-            println!("{name}, graphs {use_graphs}, chunks of {chunk}: relative error {error:.4}, same best token {same}/200");
+            println!(
+                "{name}, graphs {use_graphs}, chunks of {chunk}: relative error {error:.4}, same best token {same}/200"
+            );
             assert!(error < tolerance, "{name}: the GPU computes something else");
         }
     }
@@ -80,14 +82,21 @@ fn random_models_give_the_cpus_logits() {
     let folder = std::env::temp_dir().join(format!("kwire-cuda-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
     let shape = |heads: usize, kv: usize, dim: usize| {
-        format!("\"hidden_size\": 256, \"intermediate_size\": 704, \"num_hidden_layers\": 3, \"num_attention_heads\": {heads}, \"num_key_value_heads\": {kv}, \"head_dim\": {dim}, \"vocab_size\": 1008, \"max_position_embeddings\": 1024, \"rms_norm_eps\": 1e-9, \"rope_theta\": 10000.0, \"torch_dtype\": \"bfloat16\", \"hidden_act\": \"silu\"")
+        format!(
+            "\"hidden_size\": 256, \"intermediate_size\": 704, \"num_hidden_layers\": 3, \"num_attention_heads\": {heads}, \"num_key_value_heads\": {kv}, \"head_dim\": {dim}, \"vocab_size\": 1008, \"max_position_embeddings\": 1024, \"rms_norm_eps\": 1e-9, \"rope_theta\": 10000.0, \"torch_dtype\": \"bfloat16\", \"hidden_act\": \"silu\""
+        )
     };
     let llama = "\"architectures\": [\"LlamaForCausalLM\"], \"model_type\": \"llama\", \"tie_word_embeddings\": true";
     let qwen3 = "\"architectures\": [\"Qwen3ForCausalLM\"], \"model_type\": \"qwen3\", \"tie_word_embeddings\": false";
     let mistral = "\"architectures\": [\"MistralForCausalLM\"], \"model_type\": \"mistral\", \"sliding_window\": 40, \"tie_word_embeddings\": false";
-    for (family, heads, kv, dim) in
-        [(llama, 8, 2, 64), (llama, 9, 3, 64), (qwen3, 8, 2, 128), (mistral, 4, 4, 80), (mistral, 16, 1, 96), (llama, 4, 2, 256)]
-    {
+    for (family, heads, kv, dim) in [
+        (llama, 8, 2, 64),
+        (llama, 9, 3, 64),
+        (qwen3, 8, 2, 128),
+        (mistral, 4, 4, 80),
+        (mistral, 16, 1, 96),
+        (llama, 4, 2, 256),
+    ] {
         std::fs::write(folder.join("config.json"), format!("{{{family}, {}}}", shape(heads, kv, dim))).unwrap();
         let checkpoint = Checkpoint::dummy(&folder).unwrap();
         let name = format!("{} {heads}/{kv} heads of {dim}", &family[19..24]);

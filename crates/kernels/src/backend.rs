@@ -353,8 +353,10 @@ pub trait Backend: Send + 'static {
     /// Bytes that the weights of one checkpoint matrix will take.
     fn weight_bytes(dtype: DType, n_rows: usize, n_cols: usize) -> usize;
 
-    /// Bytes of an activation matrix.
+    /// Bytes of an activation matrix; saturates.
     fn tensor_bytes(role: TensorRole, capacity: usize, cols: usize) -> usize;
+    /// Bytes that [`Backend::reserve`] will take.
+    fn reserve_bytes(limits: &StepLimits) -> usize;
 
     /// Steps that may be queued before the results of an earlier one are collected.
     fn depth(&self) -> usize {

@@ -14,8 +14,8 @@ use kwire_engine::executor::local::LocalExecutor;
 use kwire_engine::handle::Command;
 use kwire_engine::model::checkpoint::{Checkpoint, GenerationDefaults, TokenizerSource};
 use kwire_engine::model::spec::{DecoderSpec, WeightNames};
-use kwire_engine::plan::{CacheConfig, MemoryPlan};
-use kwire_engine::{ConfigError, Engine, ReportSink, SchedulerConfig, SchedulingPolicy};
+use kwire_engine::plan::{CacheConfig, FixedMemory, MemoryPlan};
+use kwire_engine::{Bytes, ConfigError, Engine, ReportSink, SchedulerConfig, SchedulingPolicy};
 use kwire_kernels::cpu::CpuBackend;
 use kwire_kernels::{DType, KvDtype};
 use kwire_server::model::{Capacity, ModelContext};
@@ -67,17 +67,21 @@ impl Opened {
         let phase = Phase::begin();
         let checkpoint = Checkpoint::open(path)?;
         let (spec, names) = checkpoint.family()?;
-        let mut limits = limits(config, &spec);
-        let cache = cache_config(config, &checkpoint, &spec, &limits);
-        let mut plan = MemoryPlan::new::<CpuBackend>(&checkpoint, &spec, &limits, cache);
-        if let (Err(ConfigError::ModelLenBeyondCache { fits, .. }), MaxModelLen::Fit) =
-            (&plan, config.engine.max_model_len)
-        {
-            limits.max_model_len = *fits;
-            plan = MemoryPlan::new::<CpuBackend>(&checkpoint, &spec, &limits, cache);
-        }
-        let opened = Self { plan: plan?, checkpoint, spec, names, limits, cache };
-        phase.end(format_args!("opened {}", opened.checkpoint.path().display()));
+        let available = usize::try_from(available_memory()).unwrap_or(usize::MAX);
+        // All that follows from the length: limits, the cache's size, the plan.
+        let with_len = |len: usize| {
+            let limits = limits(config, len);
+            let cache = cache_config(config, &checkpoint, &spec, &limits, available);
+            let plan = MemoryPlan::new::<CpuBackend>(&checkpoint, &spec, &limits, cache, available)?;
+            Ok((limits, cache, plan))
+        };
+        let (limits, cache, plan) = match (config.engine.max_model_len, with_len(max_model_len(config, &spec))) {
+            (MaxModelLen::Fit, Err(ConfigError::ModelLenBeyondCache { fits, .. })) => with_len(fits),
+            (_, planned) => planned,
+        }?;
+        let opened = Self { plan, checkpoint, spec, names, limits, cache };
+        let path = opened.checkpoint.path().display();
+        phase.end(format_args!("opened {path}; {} of memory are available", Bytes(available)));
         Ok(opened)
     }
 
@@ -137,7 +141,7 @@ impl Opened {
         let capacity = Capacity {
             max_num_seqs: self.limits.max_num_seqs,
             block_size: self.cache.block_len,
-            n_blocks: plan.n_blocks.iter().copied().min().unwrap_or(0),
+            n_blocks: plan.cache_tokens / self.cache.block_len,
             cache_labels: vec![
                 ("cache_dtype".into(), format!("{:?}", self.cache.dtype).to_lowercase()),
                 ("enable_prefix_caching".into(), self.limits.prefix_caching.to_string()),
@@ -184,12 +188,15 @@ pub fn content_format(format: config::ContentFormat) -> ContentFormat {
     }
 }
 
-fn limits(config: &ServeConfig, spec: &DecoderSpec) -> SchedulerConfig {
-    let engine = &config.engine;
-    let max_model_len = match engine.max_model_len {
+fn max_model_len(config: &ServeConfig, spec: &DecoderSpec) -> usize {
+    match config.engine.max_model_len {
         MaxModelLen::Tokens(n) => n,
         MaxModelLen::FromModel | MaxModelLen::Fit => spec.max_positions,
-    };
+    }
+}
+
+fn limits(config: &ServeConfig, max_model_len: usize) -> SchedulerConfig {
+    let engine = &config.engine;
     let step = if engine.chunked_prefill { DEFAULT_STEP_TOKENS } else { max_model_len };
     SchedulerConfig {
         max_num_seqs: engine.max_num_seqs,
@@ -210,6 +217,7 @@ fn cache_config(
     checkpoint: &Checkpoint,
     spec: &DecoderSpec,
     limits: &SchedulerConfig,
+    available: usize,
 ) -> CacheConfig {
     let dtype = match config.engine.kv_cache_dtype {
         config::KvDtype::Bf16 => KvDtype::Bf16,
@@ -222,7 +230,9 @@ fn cache_config(
         || {
             // No more than all sequences at full length could use.
             let most = MemoryPlan::cache_bytes_for(spec, limits, block_len, dtype).saturating_mul(limits.max_num_seqs);
-            most.min((available_memory() as f64 * DEFAULT_CACHE_SHARE) as usize)
+            // If weights and activations do not fit, the plan says so.
+            let room = FixedMemory::new::<CpuBackend>(checkpoint, spec, limits).room(limits, available).unwrap_or(0);
+            most.min((available as f64 * DEFAULT_CACHE_SHARE) as usize).min(room)
         },
         |n| usize::try_from(n).unwrap_or(usize::MAX),
     );
@@ -241,16 +251,4 @@ fn generation(config: &ServeConfig, own: GenerationDefaults) -> Result<Generatio
         &config.requests.override_generation_config,
     )?;
     Ok(over.or(base))
-}
-
-/// A size for people.
-struct Bytes(usize);
-
-impl std::fmt::Display for Bytes {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.0 as f64 {
-            n if n >= 1e9 => write!(f, "{:.2} GB", n / 1e9),
-            n => write!(f, "{:.1} MB", n / 1e6),
-        }
-    }
 }

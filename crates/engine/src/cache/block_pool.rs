@@ -1,11 +1,14 @@
 //! Who owns which cache block: reference counts, free blocks in least-recently-used order, and the prefix index.
 //!
 //! Policy only: the bytes live in the backend. Invariants: a block is free exactly if its count is 0; a free block may keep
-//! its hash, so that a later prompt can take it back; a hash names at most one block.
+//! its hash, so that a later prompt can take it back; a hash names at most one block; the prefix changes taken so far, applied
+//! in order, give the tags of all named blocks.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use super::prefix::BlockHash;
+use crate::PrefixChange;
 
 /// Index of a block in its group's storage.
 pub type BlockId = u32;
@@ -18,7 +21,7 @@ pub struct OutOfBlocks;
 struct Block {
     refs: u32,
     hash: Option<BlockHash>,
-    /// Gateway's ids of prefixes that end in this block.
+    /// Gateway's ids of prefixes that end in this block; empty without a hash.
     tags: Vec<u64>,
 }
 
@@ -28,8 +31,9 @@ pub struct BlockPool {
     blocks: Vec<Block>,
     free: FreeList,
     by_hash: HashMap<BlockHash, BlockId>,
-    stored_tags: Vec<u64>,
-    evicted_tags: Vec<u64>,
+    /// Blocks that carry each tag: texts that differ may have equal ids in several blocks.
+    tags: HashMap<u64, u32>,
+    prefix_changes: Vec<PrefixChange>,
 }
 
 impl BlockPool {
@@ -42,8 +46,8 @@ impl BlockPool {
             blocks: vec![Block::default(); n_blocks],
             free,
             by_hash: HashMap::new(),
-            stored_tags: Vec::new(),
-            evicted_tags: Vec::new(),
+            tags: HashMap::new(),
+            prefix_changes: Vec::new(),
         }
     }
 
@@ -106,7 +110,13 @@ impl BlockPool {
         let block = &mut self.blocks[id as usize];
         block.hash = Some(hash);
         block.tags.extend_from_slice(tags);
-        self.stored_tags.extend_from_slice(tags);
+        for &tag in tags {
+            let n_blocks = self.tags.entry(tag).or_default();
+            *n_blocks += 1;
+            if *n_blocks == 1 {
+                self.prefix_changes.push(PrefixChange::Stored(tag));
+            }
+        }
     }
 
     /// Forgets all prefixes that nobody holds.
@@ -118,10 +128,9 @@ impl BlockPool {
         }
     }
 
-    /// Moves the prefix tags stored and evicted since the last call to `stored` and `evicted`.
-    pub fn drain_tags(&mut self, stored: &mut Vec<u64>, evicted: &mut Vec<u64>) {
-        stored.append(&mut self.stored_tags);
-        evicted.append(&mut self.evicted_tags);
+    /// How the set of tags changed since the last call, in order.
+    pub fn take_prefix_changes(&mut self) -> Vec<PrefixChange> {
+        std::mem::take(&mut self.prefix_changes)
     }
 
     /// Checks the invariants against `held`, the number of table entries that name each block.
@@ -148,7 +157,16 @@ impl BlockPool {
         let block = &mut self.blocks[id as usize];
         if let Some(hash) = block.hash.take() {
             self.by_hash.remove(&hash);
-            self.evicted_tags.append(&mut block.tags);
+            for tag in block.tags.drain(..) {
+                let Entry::Occupied(mut n_blocks) = self.tags.entry(tag) else {
+                    unreachable!("a stored tag is counted")
+                };
+                *n_blocks.get_mut() -= 1;
+                if *n_blocks.get() == 0 {
+                    n_blocks.remove();
+                    self.prefix_changes.push(PrefixChange::Evicted(tag));
+                }
+            }
         }
     }
 }
@@ -217,6 +235,8 @@ impl FreeList {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use super::*;
 
     fn hash(i: u32) -> BlockHash {
@@ -239,12 +259,50 @@ mod tests {
         pool.acquire(ids[1]);
         assert_eq!(pool.allocate(), Ok(ids[0]), "block 0 was freed before block 2");
         assert_eq!(pool.find(hash(0)), None);
-        let (mut stored, mut evicted) = (vec![], vec![]);
-        pool.drain_tags(&mut stored, &mut evicted);
-        assert_eq!((stored, evicted), (vec![0, 1, 2], vec![0]));
+        let stored = (0..3).map(PrefixChange::Stored);
+        assert_eq!(pool.take_prefix_changes(), stored.chain([PrefixChange::Evicted(0)]).collect::<Vec<_>>());
         pool.release(ids[0]);
         assert_eq!(pool.allocate(), Ok(ids[0]), "a block without a prefix goes first");
         pool.check_integrity(&[1, 1, 0]).unwrap();
         assert!(pool.check_integrity(&[1, 0, 0]).is_err());
+    }
+
+    /// Few tags on many blocks, stored, evicted and stored again between two reports.
+    #[test]
+    fn a_reader_of_the_changes_knows_the_tags() {
+        let mut state = 1u32;
+        let mut below = |n: u32| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 16) % n
+        };
+        let mut pool = BlockPool::new(6);
+        let (mut held, mut reader) = (Vec::new(), BTreeSet::new());
+        let mut n_changes = 0;
+        for _ in 0..20_000 {
+            match below(8) {
+                0..3 => held.extend(pool.allocate()),
+                3..6 if !held.is_empty() => {
+                    let id = held[below(held.len() as u32) as usize];
+                    let tags: Vec<u64> = (0..below(3)).map(|_| u64::from(below(4))).collect();
+                    pool.store(id, hash(below(12)), &tags);
+                }
+                6 if !held.is_empty() => pool.release(held.swap_remove(below(held.len() as u32) as usize)),
+                7 if below(20) == 0 => pool.forget_free(),
+                _ => {}
+            }
+            if below(4) == 0 {
+                for change in pool.take_prefix_changes() {
+                    let is_news = match change {
+                        PrefixChange::Stored(id) => reader.insert(id),
+                        PrefixChange::Evicted(id) => reader.remove(&id),
+                    };
+                    assert!(is_news, "{change:?} says nothing new");
+                    n_changes += 1;
+                }
+                let truth = pool.blocks.iter().filter(|b| b.hash.is_some()).flat_map(|b| &b.tags).copied();
+                assert_eq!(reader, truth.collect());
+            }
+        }
+        assert!(n_changes > 1000, "{n_changes}");
     }
 }

@@ -55,6 +55,13 @@ impl BlockTable {
         self.blocks.extend_from_slice(blocks);
     }
 
+    /// Whether [`Self::make_writable`] of the entry `first_written`, if there is one, and then [`Self::grow`] will succeed.
+    pub fn can_grow(&self, n_blocks: usize, first_written: usize) -> bool {
+        let pool = self.pool.lock();
+        let is_shared = self.blocks.get(first_written).is_some_and(|&block| pool.refs(block) > 1);
+        n_blocks.saturating_sub(self.blocks.len()) + usize::from(is_shared) <= pool.n_free()
+    }
+
     /// Allocates until the table has `n_blocks` entries; all or nothing.
     pub fn grow(&mut self, n_blocks: usize) -> Result<(), OutOfBlocks> {
         let missing = n_blocks.saturating_sub(self.blocks.len());

@@ -42,6 +42,15 @@ impl KvGroup {
         // A window may begin and end inside a block: one more than its length says.
         self.window.map_or(all, |window| all.min((window + max_step).div_ceil(block_len) + 1))
     }
+
+    /// Tokens that `n_blocks` hold, in sequences of up to `max_model_len`.
+    pub fn capacity(&self, n_blocks: usize, max_model_len: usize, max_step: usize) -> usize {
+        match self.window {
+            None => n_blocks * self.layout.block_len,
+            // A windowed group takes the same blocks for a long sequence as for a longer one.
+            Some(_) => n_blocks * max_model_len / self.blocks_for(max_model_len, max_step),
+        }
+    }
 }
 
 /// Blocks of each group for a cache of `bytes`, such that the same number of sequences of `max_model_len` fits each.
@@ -70,5 +79,8 @@ mod tests {
         assert_eq!(groups[1].blocks_for(1024, 32), 7);
         let blocks = split_memory(&groups, 71 * 3 * groups[0].layout.block_bytes(), 1024, 32);
         assert_eq!(blocks, [64 * 3, 7 * 3]);
+        let capacity = |g: usize, n| groups[g].capacity(n, 1024, 32);
+        assert_eq!([capacity(0, blocks[0]), capacity(1, blocks[1])], [3 * 1024; 2]);
+        assert_eq!(capacity(1, 20), 20 * 1024 / 7, "of a sequence's 7 blocks one is missing");
     }
 }

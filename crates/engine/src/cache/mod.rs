@@ -10,6 +10,8 @@ use block_table::{BlockTable, SharedPool};
 use groups::KvGroup;
 use prefix::BlockHash;
 
+use crate::PrefixChange;
+
 /// One group's policy data.
 #[derive(Debug)]
 struct Group {
@@ -34,6 +36,9 @@ pub struct PrefixHit {
 }
 
 impl CacheManager {
+    /// The group whose blocks carry the prefix tags: with several, what one holds says enough.
+    const TAGGED: usize = 0;
+
     /// Pools of `n_blocks[group]` blocks.
     pub fn new(groups: &[KvGroup], n_blocks: &[usize]) -> Self {
         assert_eq!(groups.len(), n_blocks.len());
@@ -112,8 +117,7 @@ impl CacheManager {
         for (g, (group, table)) in self.groups.iter().zip(tables).enumerate() {
             let block = table.blocks()[index];
             if block != BlockTable::NO_BLOCK {
-                // Tags are reported once: by the first group.
-                group.pool.lock().store(block, hash, if g == 0 { tags } else { &[] });
+                group.pool.lock().store(block, hash, if g == Self::TAGGED { tags } else { &[] });
             }
         }
     }
@@ -132,9 +136,9 @@ impl CacheManager {
         self.groups.iter().for_each(|g| g.pool.lock().forget_free());
     }
 
-    /// See [`block_pool::BlockPool::drain_tags`].
-    pub fn drain_tags(&self, stored: &mut Vec<u64>, evicted: &mut Vec<u64>) {
-        self.groups.iter().for_each(|g| g.pool.lock().drain_tags(stored, evicted));
+    /// See [`block_pool::BlockPool::take_prefix_changes`].
+    pub fn take_prefix_changes(&self) -> Vec<PrefixChange> {
+        self.groups[Self::TAGGED].pool.lock().take_prefix_changes()
     }
 
     /// Checks every pool against the tables of all live sequences.

@@ -54,9 +54,17 @@ impl SimExecutor {
 
     /// The token a sequence with these tokens draws next: what [`SimExecutor`] gives if the engine makes no mistake.
     pub fn expected_token(info: &ExecutorInfo, tokens: &[u32], params: &SampleParams) -> u32 {
+        draw(Self::context(info, tokens), params, tokens.len(), info.n_vocab)
+    }
+
+    /// The log-probability of `token` after `tokens`, by the same rule.
+    pub fn expected_logprob(info: &ExecutorInfo, tokens: &[u32], token: u32) -> f32 {
+        logprob(Self::context(info, tokens), token)
+    }
+
+    fn context(info: &ExecutorInfo, tokens: &[u32]) -> u64 {
         let visible = tokens.iter().enumerate().skip(visible_from(info, tokens.len() - 1));
-        let context = visible.fold(0, |h, (i, &t)| mix(h, t, i));
-        draw(context, params, tokens.len(), info.n_vocab)
+        visible.fold(0, |h, (i, &t)| mix(h, t, i))
     }
 
     fn apply_tables(&mut self, batch: &Batch) {
@@ -105,16 +113,17 @@ impl SimExecutor {
     fn draw_sample(&self, i: usize, masks: &Masks) -> Sampled {
         let sample = &self.batch.samples[i];
         let params = self.slots[sample.slot as usize].params.as_ref().expect("a slot draws after its start");
-        let logprobs = TokenLogprobs { sampled: 0.0, rank: 1, top: Vec::new() };
+        let context = self.logits[sample.logit];
+        let logprobs = |token| TokenLogprobs { sampled: logprob(context, token), rank: 1, top: Vec::new() };
         match sample.kind {
-            SampleKind::Score { token, .. } => Sampled { token, logprobs: Some(logprobs), corrupt: false },
+            SampleKind::Score { token, .. } => Sampled { token, logprobs: Some(logprobs(token)), corrupt: false },
             SampleKind::Draw => {
-                let mut token = draw(self.logits[sample.logit], params, sample.position, self.info.n_vocab);
+                let mut token = draw(context, params, sample.position, self.info.n_vocab);
                 if let Some(mask) = &masks[i] {
                     let n_vocab = u32::try_from(self.info.n_vocab).expect("token ids fit 32 bits");
                     token = (0..n_vocab).map(|d| (token + d) % n_vocab).find(|&t| mask.allows(t)).unwrap_or(token);
                 }
-                Sampled { token, logprobs: params.logprobs.map(|_| logprobs), corrupt: false }
+                Sampled { token, logprobs: params.logprobs.map(|_| logprobs(token)), corrupt: false }
             }
         }
     }
@@ -183,6 +192,10 @@ fn mix(hash: u64, token: u32, position: usize) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
     z ^ (z >> 31)
+}
+
+fn logprob(context: u64, token: u32) -> f32 {
+    -((mix(context, token, 0) % 1000) as f32)
 }
 
 fn draw(context: u64, params: &SampleParams, position: usize, n_vocab: usize) -> u32 {

@@ -1,6 +1,6 @@
 //! The one decoder: runs any [`DecoderSpec`] on any [`Backend`].
 
-use kwire_kernels::{Backend, KernelError, StepLimits, StepShape, TensorRole};
+use kwire_kernels::{Backend, KernelError, KvDtype, StepLimits, StepShape, TensorRole};
 
 use super::spec::DecoderSpec;
 use super::weights::Weights;
@@ -47,17 +47,20 @@ impl<B: Backend> Decoder<B> {
             groups.iter().enumerate().find_map(find).expect("every layer is in a group")
         };
         let places = (0..spec.layers.len()).map(place).collect();
-        let activations = Activations::new(&spec, backend, limits.max_num_batched_tokens, limits.max_logits())?;
+        let activations = Activations::new(&spec, backend, limits)?;
         Ok(Self { spec, weights, ropes, places, activations })
     }
 
-    /// Bytes of activations for steps within `limits`.
+    /// Bytes of activations for steps within `limits`, and of what the backend reserves beside them.
     pub fn activation_bytes(spec: &DecoderSpec, limits: &SchedulerConfig) -> usize {
-        let width = Activations::<B>::widths(spec).iter().sum::<usize>();
+        let width = Activations::<B>::widths(spec).iter().fold(0, |sum: usize, w| sum.saturating_add(*w));
         let (max_tokens, max_logits) = (limits.max_num_batched_tokens, limits.max_logits());
+        // Blocks of the shortest length have the longest tables.
+        let groups = KvGroup::of(spec, 16, KvDtype::F16);
         B::tensor_bytes(TensorRole::Hidden, max_tokens, width)
-            + B::tensor_bytes(TensorRole::Hidden, max_logits, spec.hidden)
-            + B::tensor_bytes(TensorRole::Logits, max_logits, spec.n_vocab)
+            .saturating_add(B::tensor_bytes(TensorRole::Hidden, max_logits, spec.hidden))
+            .saturating_add(B::tensor_bytes(TensorRole::Logits, max_logits, spec.n_vocab))
+            .saturating_add(B::reserve_bytes(&step_limits(spec, &groups, limits)))
     }
 
     /// Logits of the last forward's wanted positions.
@@ -105,20 +108,23 @@ impl<B: Backend> Decoder<B> {
 
 fn step_limits(spec: &DecoderSpec, groups: &[KvGroup], limits: &SchedulerConfig) -> StepLimits {
     let group = |group: &KvGroup| (group.layout, spec.layers[group.layers[0]].attention.op);
+    // Inputs of linear layers are as wide as the hidden state, the attention's output or the MLP.
     let widest = spec.layers.iter().map(|l| l.mlp.width.max(l.attention.op.heads * l.attention.op.head_dim)).max();
+    let step = limits.max_num_batched_tokens.saturating_mul(widest.unwrap_or(0).max(spec.hidden));
     StepLimits {
         max_tokens: limits.max_num_batched_tokens,
         max_logits: limits.max_logits(),
         max_slots: limits.max_num_seqs,
         max_positions: limits.max_model_len,
         n_vocab: spec.n_vocab,
-        max_linear_values: limits.max_num_batched_tokens * widest.unwrap_or(0).max(spec.hidden),
+        max_linear_values: step.max(limits.max_logits().saturating_mul(spec.hidden)),
         groups: groups.iter().map(group).collect(),
     }
 }
 
 impl<B: Backend> Activations<B> {
-    fn new(spec: &DecoderSpec, backend: &mut B, max_tokens: usize, max_logits: usize) -> Result<Self, KernelError> {
+    fn new(spec: &DecoderSpec, backend: &mut B, limits: &SchedulerConfig) -> Result<Self, KernelError> {
+        let (max_tokens, max_logits) = (limits.max_num_batched_tokens, limits.max_logits());
         let [residual, normed, qkv, attended, gate_up, gated, delta] = Self::widths(spec);
         Ok(Self {
             residual: backend.tensor(TensorRole::Hidden, max_tokens, residual)?,

@@ -105,7 +105,7 @@ impl Model {
         let groups = KvGroup::of(&spec, 16, options.kv_dtype);
         let bytes = groups.iter().map(|g| g.layout.block_bytes()).sum::<usize>() * cache_tokens / 16;
         let cache = CacheConfig { block_len: 16, dtype: options.kv_dtype, bytes };
-        let mut plan = MemoryPlan::new::<CpuBackend>(checkpoint, &spec, limits, cache).unwrap();
+        let mut plan = MemoryPlan::new::<CpuBackend>(checkpoint, &spec, limits, cache, usize::MAX).unwrap();
         plan.n_blocks.fill(cache_tokens / 16);
         let backend = CpuBackend::new(options.n_workers, None).unwrap();
         LocalExecutor::load(backend, checkpoint, (spec, names), &plan, limits, &mut |_| {})

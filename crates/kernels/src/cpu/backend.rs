@@ -81,9 +81,8 @@ impl CpuBackend {
         })
     }
 
-    /// Makes room for linear layers whose rows × input features are at most `max_values`, [`linear::Scratch::bytes`] in all.
-    /// Without such a call at start, the first steps do it, which no memory plan has counted.
-    pub fn reserve_linear(&mut self, max_values: usize) {
+    /// Room for linear layers whose rows × input features are at most `max_values`.
+    fn reserve_linear(&mut self, max_values: usize) {
         if max_values > self.linear_values {
             self.linear_values = max_values;
             self.linear = linear::Scratch::new(self.isa, self.pool.n_workers(), max_values);
@@ -116,7 +115,11 @@ impl Backend for CpuBackend {
     }
 
     fn tensor_bytes(_: TensorRole, capacity: usize, cols: usize) -> usize {
-        4 * capacity * cols
+        capacity.saturating_mul(cols).saturating_mul(4)
+    }
+
+    fn reserve_bytes(limits: &StepLimits) -> usize {
+        linear::Scratch::bytes(0, limits.max_linear_values)
     }
 
     fn reserve(&mut self, limits: &StepLimits) -> Result<(), KernelError> {
@@ -185,7 +188,7 @@ impl Backend for CpuBackend {
         assert_eq!(x.cols, w.n_cols(), "input features");
         assert!(out.cols >= w.n_rows(), "output features");
         if rows * x.cols > self.linear_values {
-            // Once per width at most: room for all rows that the tensor can have.
+            // Only for callers that reserved nothing. Once per width at most: room for all rows that the tensor can have.
             self.reserve_linear(x.capacity * x.cols);
         }
         let input = Rows { data: x.rows(rows), stride: x.cols };

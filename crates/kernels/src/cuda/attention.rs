@@ -141,7 +141,8 @@ impl Attention {
         let decode_args = args(buffers.extra(2 * group));
         let (k_map, v_map) = cache.maps(layer);
         let wide = if plan.heads.group > 8 { "_q16" } else { "" };
-        let launch = Launch { grid: [self.ctas, 1, 1], threads: 160, shared_bytes: decode_shared_bytes(device, dim, wide) };
+        let launch =
+            Launch { grid: [self.ctas, 1, 1], threads: 160, shared_bytes: decode_shared_bytes(device, dim, wide) };
         let kernel = format!("paged_decode_{suffix}_d{dim}{wide}");
         device.launch(&kernel, launch, &[Arg::Struct(k_map), Arg::Struct(v_map), Arg::Struct(&decode_args)]);
         if plan.rows.is_empty() {

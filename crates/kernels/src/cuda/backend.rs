@@ -43,6 +43,9 @@ pub struct CudaTensor {
     cols: usize,
 }
 
+/// What the device needs beside weights, tensors and the cache: workspaces, metadata, attention's partial results, graphs.
+const RESERVE_BYTES: usize = 1 << 30;
+
 /// Threads of a block that takes a row of `cols` elements in vectors of eight.
 fn vector_threads(cols: usize, most: usize) -> usize {
     cols.div_ceil(8).next_multiple_of(32).min(most)
@@ -181,7 +184,14 @@ impl Backend for CudaBackend {
 
     fn tensor_bytes(role: TensorRole, capacity: usize, cols: usize) -> usize {
         let bytes = if role == TensorRole::Logits { 4 } else { Element::BYTES };
-        bytes * capacity * cols
+        capacity.saturating_mul(cols).saturating_mul(bytes)
+    }
+
+    fn reserve_bytes(limits: &StepLimits) -> usize {
+        // Block tables and the tokens that penalties count; the rest is small.
+        let tables = |layout: &KvLayout| limits.max_positions.div_ceil(layout.block_len);
+        let per_slot = limits.max_positions + limits.groups.iter().map(|(layout, _)| tables(layout)).sum::<usize>();
+        limits.max_slots.saturating_mul(per_slot).saturating_mul(4).saturating_add(RESERVE_BYTES)
     }
 
     fn depth(&self) -> usize {

@@ -43,7 +43,7 @@ fn a_vllm_command_line_is_understood() {
         max queued tokens        unbounded
         shutdown timeout         30 s
         unknown fields           Warn
-        memory                   weights 0.1 MB, activations 1.5 MB, KV cache 1.0 MB = 3904 tokens: 39.0 sequences of 100 tokens"#]].assert_eq(&stdout(&output));
+        memory                   weights 0.1 MB, activations 1.8 MB, KV cache 1.0 MB = 3904 tokens: 39.0 sequences of 100 tokens"#]].assert_eq(&stdout(&output));
 }
 
 #[test]

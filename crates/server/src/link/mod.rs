@@ -168,11 +168,11 @@ impl Link {
 
     /// Hands out one report.
     fn apply(&self, report: StepReport) {
-        let StepReport { now, events, stats, prefixes_stored, prefixes_evicted } = report;
+        let StepReport { now, events, stats, prefixes } = report;
         self.sign(now);
         let before = std::mem::replace(&mut *lock(&self.stats), stats);
         self.metrics.step(&before, &stats);
-        lock(&self.prefixes).apply(&prefixes_stored, &prefixes_evicted);
+        lock(&self.prefixes).apply(&prefixes);
         let mut wakers = Vec::new();
         let mut entries = lock(&self.entries);
         for event in events {

@@ -2,6 +2,7 @@
 
 use std::collections::{HashSet, VecDeque};
 
+use kwire_engine::PrefixChange;
 use kwire_protocol::load::PrefixReport;
 
 /// Changes kept; a gateway that missed more gets the whole set.
@@ -22,15 +23,15 @@ impl PrefixLog {
     }
 
     /// Takes a step's changes.
-    pub fn apply(&mut self, stored: &[u64], evicted: &[u64]) {
-        for &id in evicted {
-            if self.held.remove(&id) {
-                self.note(false, id);
-            }
-        }
-        for &id in stored {
-            if self.held.insert(id) {
-                self.note(true, id);
+    pub fn apply(&mut self, changes: &[PrefixChange]) {
+        for &change in changes {
+            let (id, stored) = match change {
+                PrefixChange::Stored(id) => (id, true),
+                PrefixChange::Evicted(id) => (id, false),
+            };
+            let is_news = if stored { self.held.insert(id) } else { self.held.remove(&id) };
+            if is_news {
+                self.note(stored, id);
             }
         }
     }
@@ -68,18 +69,23 @@ impl PrefixLog {
 
 #[cfg(test)]
 mod tests {
+    use PrefixChange::{Evicted, Stored};
+
     use super::*;
 
     #[test]
     fn changes_since_a_version() {
         let mut log = PrefixLog::new(7);
-        log.apply(&[1, 2], &[]);
+        log.apply(&[Stored(1), Stored(2)]);
         let first = log.report(None);
         assert!(first.full && first.version == 2 && first.stored.len() == 2);
-        log.apply(&[3, 2], &[1, 9]);
-        let next = log.report(Some((7, 2)));
-        assert_eq!((next.full, next.stored, next.evicted, next.version), (false, vec![3], vec![1], 4));
+        // An id that was stored and lost within a step is not held; one that was lost and stored again is.
+        log.apply(&[Evicted(1), Evicted(9), Stored(3), Stored(2), Stored(5), Evicted(5), Evicted(2), Stored(2)]);
+        let mut next = log.report(Some((7, 2)));
+        next.stored.sort_unstable();
+        next.evicted.sort_unstable();
+        assert_eq!((next.full, next.stored, next.evicted, next.version), (false, vec![2, 3], vec![1, 5], 8));
         assert!(log.report(Some((8, 2))).full);
-        assert_eq!(log.report(Some((7, 4))).stored, Vec::<u64>::new());
+        assert_eq!(log.report(Some((7, 8))).stored, Vec::<u64>::new());
     }
 }

@@ -86,7 +86,7 @@ pub fn scripted_engine(
             stats.steps += 1;
             stats.running = running.len();
             let now = f64::from_bits(clock.load(Ordering::SeqCst));
-            sink(StepReport { now, events, stats, prefixes_stored: vec![], prefixes_evicted: vec![] });
+            sink(StepReport { now, events, stats, prefixes: vec![] });
         }
     })
 }

@@ -1,7 +1,8 @@
 // Decode attention over a paged cache: rows with few query tokens, whose cost is reading keys and values once.
 //
 // A CTA takes the pieces that `plan.rs` gave it. Warp 4 loads: tiles of 16 tokens go to a ring of stages in shared memory,
-// by TMA or, before Hopper, by cp.async. Warps 0 to 3 take every fourth tile of a piece each. They compute the transposed
+// by TMA or, before Hopper, by cp.async. Warps 0 to 3 take every fourth tile each, and with it every fourth stage: a stage
+// that changed hands between warps could be one phase further than its barrier can tell. They compute the transposed
 // products S' = K Q' and O' = V' P', so that up to 8 (16) packed queries, all that read the same KV head, fill the narrow
 // side of mma.m16n8k16. At the end of a piece the four warps' results are merged; where a (row, KV head) was cut into
 // several pieces, the last CTA to finish one merges them, in the order of the context.
@@ -13,11 +14,6 @@
 
 static const int WARPS = 4;         // that compute
 static const int TOKENS = 16;       // in a tile
-#if __CUDA_ARCH__ >= 900 || !defined(__CUDA_ARCH__)
-static const int SHARED = 114688;   // bytes: two CTAs on a multiprocessor
-#else
-static const int SHARED = 81920;
-#endif
 
 template <typename T, typename KV, int D, int NQ> struct Decode {
     static const bool FP8 = sizeof(KV) == 1;
@@ -29,20 +25,29 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
     static const int PITCH = D + 4;  // floats of a merged row, padded against bank conflicts
     static const int K_STEPS = D / 16;
     static const int MERGE = WARPS * QUERIES * (PITCH + 2) * 4;
-    static const int FIT = (SHARED - MERGE - 1024 - 512) / (2 * TILE);
+    // Bytes of shared memory: two CTAs on a multiprocessor, where registers allow it.
+#if __CUDA_ARCH__ >= 900
+    static const int SHARED = D * NQ == 512 ? 232448 : 115712;
+#else
+    static const int SHARED = D * NQ == 512 ? 135168 : D == 256 ? 101376 : 82944;
+#endif
+    static const int FIT = (SHARED - MERGE - 16) / (2 * TILE + 16) / WARPS * WARPS;
     static const int STAGES = FIT < 24 ? FIT : 24;
+    static_assert(STAGES >= WARPS, "no room for a stage a warp");
 
     // Shared memory: stages of a K and a V tile, merge buffers, barriers.
     uint32_t stages, full, empty;
     float* merge_out;      // [WARPS][QUERIES][PITCH]
     float2* merge_stats;   // [WARPS][QUERIES]: maximum, sum
+    uint32_t* is_last;     // whether this CTA merges the pieces of a pair
 
     __device__ __forceinline__ Decode(char* shared) {
-        char* base = shared + (1024 - (shared_addr(shared) & 1023)) % 1024;
-        stages = shared_addr(base);
-        merge_out = reinterpret_cast<float*>(base + STAGES * 2 * TILE);
+        stages = shared_addr(shared);
+        if (stages % 1024) __trap();
+        merge_out = reinterpret_cast<float*>(shared + STAGES * 2 * TILE);
         merge_stats = reinterpret_cast<float2*>(merge_out + WARPS * QUERIES * PITCH);
-        full = shared_addr(merge_stats + WARPS * QUERIES);
+        is_last = reinterpret_cast<uint32_t*>(merge_stats + WARPS * QUERIES);
+        full = shared_addr(is_last + 4);
         empty = full + STAGES * 8;
     }
 
@@ -245,9 +250,9 @@ template <typename T, typename KV, int D, int NQ> struct Running {
         p[1] = movmatrix(pack<C>(s[2], s[3]));
     }
 
-    // Leaves the warp's result for the merge.
-    __device__ __forceinline__ void end(const Self& at, uint32_t n_valid) {
-        const uint32_t lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, warp = threadIdx.x / 32;
+    // Leaves the warp's result for the merge, in the order of the warps' first tiles.
+    __device__ __forceinline__ void end(const Self& at, uint32_t turn, uint32_t n_valid) {
+        const uint32_t lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
 #pragma unroll
         for (int n = 0; n < NQ; ++n)
 #pragma unroll
@@ -256,13 +261,13 @@ template <typename T, typename KV, int D, int NQ> struct Running {
                 for (int d = 4; d < 32; d *= 2) sum[n][e] += __shfl_xor_sync(~0u, sum[n][e], d);
                 const uint32_t query = 8 * n + 2 * c + e;
                 if (query >= n_valid) continue;
-                float* dst = at.merge_out + (warp * Self::QUERIES + query) * Self::PITCH;
+                float* dst = at.merge_out + (turn * Self::QUERIES + query) * Self::PITCH;
 #pragma unroll
                 for (int m = 0; m < D / 16; ++m) {
                     dst[m * 16 + (Self::FP8 ? 2 * g : g)] = out[n][m][e];
                     dst[m * 16 + (Self::FP8 ? 2 * g + 1 : g + 8)] = out[n][m][e + 2];
                 }
-                if (g == 0) at.merge_stats[warp * Self::QUERIES + query] = make_float2(top[n][e], sum[n][e]);
+                if (g == 0) at.merge_stats[turn * Self::QUERIES + query] = make_float2(top[n][e], sum[n][e]);
             }
     }
 };
@@ -295,8 +300,7 @@ struct Merge {
 // Merges what the warps left of a pair's piece, and the pieces of the pair if this CTA is the last to finish one.
 template <typename T, typename KV, int D, int NQ>
 __device__ __forceinline__ void finish_piece(const Decode<T, KV, D, NQ>& at, const AttentionArgs& args, const Item& item,
-                                             uint32_t group, uint32_t head, uint32_t first_query, uint32_t n_valid,
-                                             uint32_t* is_last) {
+                                             uint32_t group, uint32_t head, uint32_t first_query, uint32_t n_valid) {
     typedef Decode<T, KV, D, NQ> Self;
     const uint32_t n_vecs = n_valid * (D / 4);
     const auto place = [&](uint32_t query) {
@@ -327,12 +331,12 @@ __device__ __forceinline__ void finish_piece(const Decode<T, KV, D, NQ>& at, con
     __threadfence();
     named_barrier(1, WARPS * 32);
     if (threadIdx.x == 0) {
-        *is_last = atomicAdd(args.counters + item.partial, 1) == item.n_pieces - 1;
-        if (*is_last) args.counters[item.partial] = 0;
+        *at.is_last = atomicAdd(args.counters + item.partial, 1) == item.n_pieces - 1;
+        if (*at.is_last) args.counters[item.partial] = 0;
         __threadfence();
     }
     named_barrier(1, WARPS * 32);
-    if (!*is_last) return;
+    if (!*at.is_last) return;
     for (uint32_t i = threadIdx.x; i < n_vecs; i += WARPS * 32) {
         const uint32_t query = i / (D / 4), column = i % (D / 4) * 4;
         Merge merge;
@@ -349,7 +353,6 @@ __device__ __forceinline__ void finish_piece(const Decode<T, KV, D, NQ>& at, con
 template <typename T, typename KV, int D, int NQ>
 __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* v_map, const AttentionArgs& args, char* shared) {
     typedef Decode<T, KV, D, NQ> Self;
-    __shared__ uint32_t is_last;
     const Self at(shared);
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = args.heads / args.kv_heads;
     if (threadIdx.x == WARPS * 32) {
@@ -386,7 +389,8 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
             const uint32_t head = pair / query_tiles, first_query = pair % query_tiles * Self::QUERIES;
             const uint32_t n_valid = min(n_queries - first_query, (uint32_t)Self::QUERIES);
             run.begin(args, item, group, head, first_query);
-            for (uint32_t tile = item.first_tile + warp; tile < item.end_tile; tile += WARPS) {
+            const uint32_t turn = (warp - n_before) % WARPS;
+            for (uint32_t tile = item.first_tile + turn; tile < item.end_tile; tile += WARPS) {
                 const uint32_t n = n_before + tile - item.first_tile, stage = n % Self::STAGES;
                 const uint32_t k = at.stages + stage * 2 * Self::TILE, v = k + Self::TILE;
                 const int first = tile * TOKENS;
@@ -411,23 +415,23 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
                 if (lane == 0) mbarrier_arrive(at.empty + stage * 8);
             }
             n_before += item.end_tile - item.first_tile;
-            run.end(at, n_valid);
+            run.end(at, turn, n_valid);
             named_barrier(1, WARPS * 32);
-            finish_piece<T, KV, D, NQ>(at, args, item, group, head, first_query, n_valid, &is_last);
+            finish_piece<T, KV, D, NQ>(at, args, item, group, head, first_query, n_valid);
             named_barrier(1, WARPS * 32);  // before the buffers are filled again
         }
         if ((idx = item.next) == 0) break;
     }
 }
 
-// Grid: CTAs of the plan; block: 160; dynamic shared bytes: 114688 (before Hopper 81920). The maps are 3-D views of the
+// Grid: CTAs of the plan; block: 160; dynamic shared bytes: `Decode::SHARED`. The maps are 3-D views of the
 // layer's keys and values, {CHUNK / element size, ROW / CHUNK, all rows} with byte strides {CHUNK, ROW}, box {CHUNK /
 // element size, 1, 16}, swizzle as wide as CHUNK (none for 16); before Hopper they are not read. Suffix _q16: 16 packed queries, else 8.
 #define DECODE(name, T, KV, D, NQ)                                                                                       \
     extern "C" __global__ void __launch_bounds__(160, D * NQ == 512 ? 1 : 2) name(const __grid_constant__ TensorMap k_map,                   \
                                                               const __grid_constant__ TensorMap v_map,                   \
                                                               const __grid_constant__ AttentionArgs args) {              \
-        extern __shared__ char shared[];                                                                                 \
+        extern __shared__ __align__(1024) char shared[];                                                                               \
         decode<T, KV, D, NQ>(&k_map, &v_map, args, shared);                                                              \
     }
 #define DECODE_KV(T, name, KV, kv_name, D)                                                                               \

@@ -9,7 +9,6 @@
 
 static const int WARPS = 4;
 static const int QUERIES = 64;
-static const int PLANNED_TOKENS = 128;  // in a tile of the plan
 
 template <typename T, typename KV, int D> struct Prefill {
     static const bool FP8 = sizeof(KV) == 1;
@@ -54,7 +53,10 @@ __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const It
     const uint32_t* table = args.tables + (size_t)item.slot * args.max_blocks;
     const uint32_t last_query = min(first_query + QUERIES, n_queries) - 1;
     const uint32_t end = item.first_position + last_query / group + 1;
-    uint32_t first = item.first_tile * PLANNED_TOKENS;
+    // A tile may begin anywhere; blocks wholly before the window may be gone.
+    const uint32_t position = item.first_position + first_query / group;
+    const uint32_t visible = args.window && position + 1 > args.window ? position + 1 - args.window : 0;
+    uint32_t first = visible / 16 * 16;
 
     const auto load = [&](uint32_t at, uint32_t stage) {
         load_tile<T, KV, D>(stages + stage * 2 * Self::TILE, args.k, args, table, head, at, end);
@@ -101,7 +103,7 @@ __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const It
         see_from[r] = args.window ? see_to[r] - (int)args.window + 1 : 0;
     }
     // Tiles within these bounds are seen whole by every query.
-    const int clear_to = item.first_position + first_query / group;
+    const int clear_to = position;
     const int clear_from = args.window ? (int)end - (int)args.window : 0;
 
     for (uint32_t stage = 0; first < end; first += KEYS, stage ^= 1) {

@@ -21,25 +21,57 @@ template <typename T, typename KV, int D> struct Prefill {
     static const int SHARED = QUERIES * D * 2 + 4 * TILE + 1024;
 };
 
-// Starts the copies of a tile of keys or values; tokens from `end` on become zero.
-template <typename T, typename KV, int D>
-__device__ __forceinline__ void load_tile(uint32_t dst, const void* cache, const AttentionArgs& args, const uint32_t* table,
-                                          uint32_t head, uint32_t first, uint32_t end) {
+// What a warp copies of each tile: 16 tokens of keys or of values at a time, which lie together in the cache.
+template <typename T, typename KV, int D> struct Loader {
     typedef Prefill<T, KV, D> Self;
-    const int units = Self::ROW / 16;
-#pragma unroll 4
-    for (int u = threadIdx.x; u < Self::KEYS * units; u += WARPS * 32) {
-        const uint32_t row = u / units, byte = u % units * 16, token = first + row;
-        const uint32_t to = dst + Self::Layout::offset(Self::KEYS, row, byte);
-        if (token < end) {
-            const uint32_t block = __ldg(table + token / args.block_len);
-            const size_t place = ((size_t)block * args.kv_heads + head) * args.block_len + token % args.block_len;
-            cp_async_16(to, static_cast<const char*>(cache) + place * Self::ROW + byte);
-        } else {
-            asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0) : "memory");
+    static const int PARTS = Self::KEYS / 16;  // of a tile
+    static const int TASKS = 2 * PARTS / WARPS;
+    const AttentionArgs& args;
+    const uint32_t* table;
+    uint32_t head, end;
+    size_t places[TASKS];  // byte offsets of the next tile's parts
+
+    __device__ __forceinline__ uint32_t part(int task) const { return (threadIdx.x / 32 + task * WARPS) % PARTS; }
+
+    // Looks the tile up; done one tile ahead, so that nothing waits for the table.
+    __device__ __forceinline__ void find(uint32_t first) {
+#pragma unroll
+        for (int t = 0; t < TASKS; ++t) {
+            const uint32_t token = first + part(t) * 16;
+            places[t] = 0;
+            if (token < end) {
+                const uint32_t in_table = token / args.block_len;
+                const size_t block = __ldg(table + in_table);
+                places[t] = ((block * args.kv_heads + head) * args.block_len + (token - in_table * args.block_len)) * Self::ROW;
+            }
         }
     }
-}
+    // Starts the copies of the tile that was found; tokens from `end` on become zero.
+    __device__ __forceinline__ void start(uint32_t stage, uint32_t first) {
+        const int units = Self::ROW / 16;
+        const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+        for (int t = 0; t < TASKS; ++t) {
+            const bool value = threadIdx.x / 32 + t * WARPS >= PARTS;
+            const char* src = static_cast<const char*>(value ? args.v : args.k) + places[t] + lane * 16;
+            const uint32_t dst = stage + (value ? Self::TILE : 0);
+#pragma unroll
+            for (int i = 0; i < units / 2; ++i) {
+                const uint32_t u = i * 32 + lane, row = part(t) * 16 + u / units;
+                const uint32_t bytes = first + row < end ? 16 : 0;
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                             :: "r"(dst + Self::Layout::offset(Self::KEYS, row, u % units * 16)), "l"(src + i * 512), "r"(bytes) : "memory");
+            }
+            if (units % 2 && lane < 16) {  // 80 elements of fp8
+                const uint32_t u = units / 2 * 32 + lane, row = part(t) * 16 + u / units;
+                const uint32_t bytes = first + row < end ? 16 : 0;
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                             :: "r"(dst + Self::Layout::offset(Self::KEYS, row, u % units * 16)), "l"(src + units / 2 * 512), "r"(bytes) : "memory");
+            }
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+};
 
 template <typename T, typename KV, int D>
 __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const Item& item, uint32_t head, uint32_t first_query,
@@ -58,12 +90,10 @@ __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const It
     const uint32_t visible = args.window && position + 1 > args.window ? position + 1 - args.window : 0;
     uint32_t first = visible / 16 * 16;
 
-    const auto load = [&](uint32_t at, uint32_t stage) {
-        load_tile<T, KV, D>(stages + stage * 2 * Self::TILE, args.k, args, table, head, at, end);
-        load_tile<T, KV, D>(stages + (stage * 2 + 1) * Self::TILE, args.v, args, table, head, at, end);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    };
-    load(first, 0);
+    Loader<T, KV, D> loader{args, table, head, end};
+    loader.find(first);
+    loader.start(stages, first);
+    loader.find(first + KEYS);
 
     // Queries to shared memory; with 8-bit keys, in the order in which those reach the lanes.
     const size_t pitch = (size_t)(args.heads + 2 * args.kv_heads) * D;
@@ -88,8 +118,8 @@ __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const It
         for (int s = 0; s < K_STEPS; ++s) load_q(s, q[s]);
     }
 
-    const float unit = args.scale * args.k_scale;
-    const float scale = args.softcap != 0 ? unit / args.softcap : unit * LOG2E, softcap = args.softcap * LOG2E;
+    // From scores to base 2; a softcap leaves base 2 itself.
+    const float unit = args.scale * args.k_scale, scale = args.softcap != 0 ? 1.f : unit * LOG2E;
     float out[D / 8][4];
 #pragma unroll
     for (int j = 0; j < D / 8; ++j)
@@ -108,7 +138,8 @@ __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const It
 
     for (uint32_t stage = 0; first < end; first += KEYS, stage ^= 1) {
         if (first + KEYS < end) {
-            load(first + KEYS, stage ^ 1);
+            loader.start(stages + (stage ^ 1) * 2 * Self::TILE, first + KEYS);
+            loader.find(first + 2 * KEYS);
             asm volatile("cp.async.wait_group 1;" ::: "memory");
         } else {
             asm volatile("cp.async.wait_group 0;" ::: "memory");
@@ -145,17 +176,21 @@ __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const It
             }
         }
 
-        const bool masked = (int)first + KEYS - 1 > clear_to || (int)first < clear_from;
+        if (args.softcap != 0) {
 #pragma unroll
-        for (int n = 0; n < N_TILES; ++n)
+            for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                s[n][i] *= scale;
-                if (args.softcap != 0) s[n][i] = softcap * tanh_fast(s[n][i]);
-                const int at = first + n * 8 + 2 * c + i % 2;
-                if (masked && (at > see_to[i / 2] || at < see_from[i / 2])) s[n][i] = -INFINITY;
-            }
-        float base[2];
+                for (int i = 0; i < 4; ++i) s[n][i] = args.softcap * LOG2E * tanh_fast(s[n][i] * (unit / args.softcap));
+        }
+        if ((int)first + KEYS - 1 > clear_to || (int)first < clear_from) {
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int at = first + n * 8 + 2 * c + i % 2;
+                    if (at > see_to[i / 2] || at < see_from[i / 2]) s[n][i] = -INFINITY;
+                }
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             float m = top[r];
@@ -163,20 +198,19 @@ __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const It
             for (int n = 0; n < N_TILES; ++n) m = fmaxf(m, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
             m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-            base[r] = m == -INFINITY ? 0.f : m;
-            const float factor = exp2_fast(top[r] - base[r]);
+            const float base = m == -INFINITY ? 0.f : m * scale, factor = exp2_fast(top[r] * scale - base);
             top[r] = m;
             sum[r] *= factor;
 #pragma unroll
             for (int j = 0; j < D / 8; ++j) out[j][2 * r] *= factor, out[j][2 * r + 1] *= factor;
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+                for (int i = 2 * r; i < 2 * r + 2; ++i) {
+                    s[n][i] = exp2_fast(fmaf(s[n][i], scale, -base));
+                    sum[r] += s[n][i];
+                }
         }
-#pragma unroll
-        for (int n = 0; n < N_TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                s[n][i] = exp2_fast(s[n][i] - base[i / 2]);
-                sum[i / 2] += s[n][i];
-            }
 #pragma unroll
         for (int n = 0; n < N_TILES; n += 2) {
             const uint32_t p[4] = {pack<C>(s[n][0], s[n][1]), pack<C>(s[n][2], s[n][3]), pack<C>(s[n + 1][0], s[n + 1][1]),
@@ -211,7 +245,7 @@ __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const It
         const uint32_t q_head = head * group + query % group;
         // The sink may be far above all scores: everything is taken relative to the greater.
         const float sink = args.sinks ? __ldg(args.sinks + q_head) * LOG2E : -INFINITY;
-        const float m = fmaxf(top[r], sink), factor = exp2_fast(top[r] - m);
+        const float m = fmaxf(top[r] * scale, sink), factor = exp2_fast(top[r] * scale - m);
         const float f = args.v_scale * factor / (sum[r] * factor + exp2_fast(sink - m));
         T* dst = static_cast<T*>(args.out) + ((size_t)(item.q_start + query / group) * args.heads + q_head) * D;
         if constexpr (Self::FP8) {

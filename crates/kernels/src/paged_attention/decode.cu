@@ -1,10 +1,10 @@
 // Decode attention over a paged cache: rows with few query tokens, whose cost is reading keys and values once.
 //
-// A CTA takes the pieces that `plan.rs` gave it. Warp 4 loads: tiles of 16 tokens go to a ring of stages in shared memory,
-// by TMA or, before Hopper, by cp.async. Warps 0 to 3 take every fourth tile each, and with it every fourth stage: a stage
+// A CTA takes the pieces that `plan.rs` gave it. The last warp loads: tiles of 16 tokens go to a ring of stages in shared memory,
+// by TMA or, before Hopper, by cp.async. The others take stages in turns, each always the same ones: a stage
 // that changed hands between warps could be one phase further than its barrier can tell. They compute the transposed
 // products S' = K Q' and O' = V' P', so that up to 8 (16) packed queries, all that read the same KV head, fill the narrow
-// side of mma.m16n8k16. At the end of a piece the four warps' results are merged; where a (row, KV head) was cut into
+// side of mma.m16n8k16. At the end of a piece the warps' results are merged; where a (row, KV head) was cut into
 // several pieces, the last CTA to finish one merges them, in the order of the context.
 //
 // An fp8 cache is multiplied as f16, which holds its numbers exactly.
@@ -12,7 +12,10 @@
 
 #include "attention.cuh"
 
-static const int WARPS = 4;         // that compute
+#ifndef WARPS_
+#define WARPS_ 4
+#endif
+static const int WARPS = WARPS_;    // that compute
 static const int TOKENS = 16;       // in a tile
 
 template <typename T, typename KV, int D, int NQ> struct Decode {
@@ -21,21 +24,23 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
     static const int ROW = D * sizeof(KV);
     typedef Tile<ROW> Layout;
     static const int TILE = TOKENS * ROW;
+    static const int SUB = ROW <= 128 ? 2 : 1;  // tiles in a stage: small ones in pairs, for work to overlap
+    static const int STAGE = 2 * SUB * TILE;
     static const int QUERIES = 8 * NQ;
     static const int PITCH = D + 4;  // floats of a merged row, padded against bank conflicts
     static const int K_STEPS = D / 16;
     static const int MERGE = WARPS * QUERIES * (PITCH + 2) * 4;
     // Bytes of shared memory: two CTAs on a multiprocessor, where registers allow it.
 #if __CUDA_ARCH__ >= 900
-    static const int SHARED = D * NQ == 512 ? 232448 : 115712;
+    static const int SHARED = WARPS == 8 || D * NQ == 512 ? 232448 : 115712;
 #else
     static const int SHARED = D * NQ == 512 ? 135168 : D == 256 ? 101376 : 82944;
 #endif
-    static const int FIT = (SHARED - MERGE - 16) / (2 * TILE + 16) / WARPS * WARPS;
+    static const int FIT = (SHARED - MERGE - 16) / (STAGE + 16) / WARPS * WARPS;
     static const int STAGES = FIT < 24 ? FIT : 24;
     static_assert(STAGES >= WARPS, "no room for a stage a warp");
 
-    // Shared memory: stages of a K and a V tile, merge buffers, barriers.
+    // Shared memory: stages of SUB tiles of keys and SUB of values, merge buffers, barriers.
     uint32_t stages, full, empty;
     float* merge_out;      // [WARPS][QUERIES][PITCH]
     float2* merge_stats;   // [WARPS][QUERIES]: maximum, sum
@@ -44,7 +49,7 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
     __device__ __forceinline__ Decode(char* shared) {
         stages = shared_addr(shared);
         if (stages % 1024) __trap();
-        merge_out = reinterpret_cast<float*>(shared + STAGES * 2 * TILE);
+        merge_out = reinterpret_cast<float*>(shared + STAGES * STAGE);
         merge_stats = reinterpret_cast<float2*>(merge_out + WARPS * QUERIES * PITCH);
         is_last = reinterpret_cast<uint32_t*>(merge_stats + WARPS * QUERIES);
         full = shared_addr(is_last + 4);
@@ -53,7 +58,31 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
 
 };
 
-// What warp 4 does: loads every tile of the CTA's pieces, in order, as stages become free.
+// Starts the copies of one tile of keys and one of values.
+template <typename T, typename KV, int D, int NQ>
+__device__ __forceinline__ void copy_tile(const AttentionArgs& args, const TensorMap* k_map, const TensorMap* v_map, uint32_t k,
+                                          uint32_t v, uint32_t row, uint32_t full) {
+    typedef Decode<T, KV, D, NQ> Self;
+    typedef typename Self::Layout Layout;
+    const uint32_t lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    if (lane != 0) return;
+    const int column = TOKENS * Layout::CHUNK;
+#pragma unroll
+    for (int c = 0; c < Layout::CHUNKS; ++c) tma_load_3d(k + c * column, k_map, full, 0, c, row);
+#pragma unroll
+    for (int c = 0; c < Layout::CHUNKS; ++c) tma_load_3d(v + c * column, v_map, full, 0, c, row);
+#else
+    for (int u = lane; u < Self::TILE / 16; u += 32) {
+        const uint32_t to = Layout::offset(TOKENS, u / (Self::ROW / 16), u % (Self::ROW / 16) * 16);
+        const size_t from = (size_t)row * Self::ROW + u * 16;
+        cp_async_16(k + to, static_cast<const char*>(args.k) + from);
+        cp_async_16(v + to, static_cast<const char*>(args.v) + from);
+    }
+#endif
+}
+
+// What the last warp does: loads every tile of the CTA's pieces, in order, as stages become free.
 template <typename T, typename KV, int D, int NQ>
 __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const AttentionArgs& args, const TensorMap* k_map,
                                            const TensorMap* v_map) {
@@ -75,38 +104,26 @@ __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const
                     place = (block * args.kv_heads + head) * args.block_len + token % args.block_len;
                 }
                 const uint32_t n = min(32u, item.end_tile - first);
-                for (uint32_t i = 0; i < n; ++i) {
-                    const uint32_t row = __shfl_sync(~0u, place, i);
+                for (uint32_t i = 0; i < n; i += Self::SUB) {
+                    const uint32_t n_sub = min(n - i, (uint32_t)Self::SUB);
                     // Tokens before the row's first were written by earlier steps; only the others need the wait.
-                    if (!waited && (first + i + 1) * TOKENS > item.first_position) {
+                    if (!waited && (first + i + n_sub) * TOKENS > item.first_position) {
                         pdl_wait();
                         waited = true;
                     }
+                    const uint32_t full = at.full + stage * 8, k = at.stages + stage * Self::STAGE, v = k + Self::SUB * Self::TILE;
                     mbarrier_wait(at.empty + stage * 8, parity);
-                    const uint32_t full = at.full + stage * 8, dst = at.stages + stage * 2 * Self::TILE;
 #if __CUDA_ARCH__ >= 900
-                    if (lane == 0) {
-                        mbarrier_expect(full, 2 * Self::TILE);
-#ifdef ONE_BOX
-                        tma_load_3d(dst, k_map, full, 0, row, 0);
-                        tma_load_3d(dst + Self::TILE, v_map, full, 0, row, 0);
-#else
-                        const int column = TOKENS * Self::Layout::CHUNK;
-#pragma unroll
-                        for (int c = 0; c < Self::Layout::CHUNKS; ++c) tma_load_3d(dst + c * column, k_map, full, 0, c, row);
-#pragma unroll
-                        for (int c = 0; c < Self::Layout::CHUNKS; ++c)
-                            tma_load_3d(dst + Self::TILE + c * column, v_map, full, 0, c, row);
+                    if (lane == 0) mbarrier_expect(full, n_sub * 2 * Self::TILE);
 #endif
+#pragma unroll
+                    for (uint32_t sub = 0; sub < Self::SUB; ++sub) {
+                        const uint32_t row = __shfl_sync(~0u, place, (i + sub) % 32);
+                        if (sub < n_sub) copy_tile<T, KV, D, NQ>(args, k_map, v_map, k + sub * Self::TILE, v + sub * Self::TILE, row, full);
                     }
+#if __CUDA_ARCH__ >= 900
                     __syncwarp();
 #else
-                    for (int u = lane; u < Self::TILE / 16; u += 32) {
-                        const uint32_t to = Self::Layout::offset(TOKENS, u / (Self::ROW / 16), u % (Self::ROW / 16) * 16);
-                        const size_t from = (size_t)row * Self::ROW + u * 16;
-                        cp_async_16(dst + to, static_cast<const char*>(args.k) + from);
-                        cp_async_16(dst + Self::TILE + to, static_cast<const char*>(args.v) + from);
-                    }
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" :: "r"(full) : "memory");
 #endif
                     if (++stage == Self::STAGES) stage = 0, parity ^= 1;
@@ -160,71 +177,101 @@ template <typename T, typename KV, int D, int NQ> struct Running {
         }
     }
 
-    // Adds a tile whose first token has position `first`; `masked`: some query doesn't see all of it.
-    __device__ __forceinline__ void add(uint32_t k, uint32_t v, int first, bool masked, float scale, float softcap) {
+    // Adds a stage whose first token has position `first`; `masked`: some query doesn't see all of it; `last`: the piece's
+    // last position.
+    __device__ __forceinline__ void add(uint32_t k, uint32_t v, int first, bool masked, int last, float scale, float softcap) {
         const uint32_t lane = threadIdx.x % 32;
-        float s[NQ][4];
+        const int SUB = Self::SUB;
+        const int CHAINS = SUB * NQ == 1 ? 2 : 1;  // sums that don't wait for each other
+        float s[NQ][SUB][4], chain[CHAINS][NQ][SUB][4];
 #pragma unroll
-        for (int n = 0; n < NQ; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) s[n][i] = 0;
+        for (int i = 0; i < CHAINS * NQ * SUB * 4; ++i) (&chain[0][0][0][0])[i] = 0;
 #pragma unroll
         for (int byte = 0; byte < Self::ROW; byte += 32) {
-            uint32_t a[4];
-            const bool half = byte + 16 == Self::ROW;  // 80 elements of fp8
-            ldmatrix(a, k + Self::Layout::offset(TOKENS, lane % 16, byte + (half ? 0 : lane / 16 * 16)));
-            if constexpr (Self::FP8) {
 #pragma unroll
-                for (int h = 0; h < (half ? 1 : 2); ++h) {
-                    const uint32_t x = a[2 * h], y = a[2 * h + 1];
-                    const uint32_t b[4] = {e4m3_to_f16(x), e4m3_to_f16(y), e4m3_to_f16(x >> 16), e4m3_to_f16(y >> 16)};
+            for (int sub = 0; sub < SUB; ++sub) {
+                uint32_t a[4];
+                const bool half = byte + 16 == Self::ROW;  // 80 elements of fp8
+                ldmatrix(a, k + sub * Self::TILE + Self::Layout::offset(TOKENS, lane % 16, byte + (half ? 0 : lane / 16 * 16)));
+                if constexpr (Self::FP8) {
 #pragma unroll
-                    for (int n = 0; n < NQ; ++n) mma<C>(s[n], b, q[n][byte / 16 + h][0], q[n][byte / 16 + h][1]);
+                    for (int h = 0; h < (half ? 1 : 2); ++h) {
+                        const uint32_t x = a[2 * h], y = a[2 * h + 1];
+                        const uint32_t b[4] = {e4m3_to_f16(x), e4m3_to_f16(y), e4m3_to_f16(x >> 16), e4m3_to_f16(y >> 16)};
+#pragma unroll
+                        for (int n = 0; n < NQ; ++n) mma<C>(chain[h % CHAINS][n][sub], b, q[n][byte / 16 + h][0], q[n][byte / 16 + h][1]);
+                    }
+                } else {
+#pragma unroll
+                    for (int n = 0; n < NQ; ++n) mma<C>(chain[byte / 32 % CHAINS][n][sub], a, q[n][byte / 32][0], q[n][byte / 32][1]);
                 }
-            } else {
-#pragma unroll
-                for (int n = 0; n < NQ; ++n) mma<C>(s[n], a, q[n][byte / 32][0], q[n][byte / 32][1]);
             }
         }
-        uint32_t p[NQ][2];
 #pragma unroll
-        for (int n = 0; n < NQ; ++n) softmax(n, s[n], p[n], first + lane / 4, masked, scale, softcap);
-#pragma unroll
-        for (int byte = 0; byte < Self::ROW; byte += 32) {
-            uint32_t a[4];
+        for (int i = 0; i < NQ * SUB * 4; ++i) (&s[0][0][0])[i] = (&chain[0][0][0][0])[i] + (CHAINS > 1 ? (&chain[CHAINS - 1][0][0][0])[i] : 0.f);
+
+        // Where registers allow, the values are on their way while the weights are taken.
+        const int STEPS = (Self::ROW + 31) / 32;
+        const bool EARLY = NQ == 1 && SUB * STEPS <= 8;
+        uint32_t early[EARLY ? SUB * STEPS : 1][4];
+        const auto load_values = [&](int sub, int byte, uint32_t (&a)[4]) {
             const bool half = byte + 16 == Self::ROW;
-            ldmatrix_trans(a, v + Self::Layout::offset(TOKENS, lane % 8 + lane / 16 * 8, byte + (half ? 0 : lane / 8 % 2 * 16)));
+            ldmatrix_trans(a, v + sub * Self::TILE + Self::Layout::offset(TOKENS, lane % 8 + lane / 16 * 8, byte + (half ? 0 : lane / 8 % 2 * 16)));
+        };
+        if constexpr (EARLY) {
+#pragma unroll
+            for (int i = 0; i < SUB * STEPS; ++i) load_values(i / STEPS, i % STEPS * 32, early[i]);
+        }
+        uint32_t p[NQ][SUB][2];
+#pragma unroll
+        for (int n = 0; n < NQ; ++n) softmax(n, s[n], p[n], first + lane / 4, masked, last, scale, softcap);
+#pragma unroll
+        for (int i = 0; i < SUB * STEPS; ++i) {
+            const int sub = i / STEPS, byte = i % STEPS * 32;
+            uint32_t late[4];
+            if constexpr (!EARLY) load_values(sub, byte, late);
+            const uint32_t(&a)[4] = EARLY ? early[EARLY ? i : 0] : late;
             if constexpr (Self::FP8) {
 #pragma unroll
-                for (int h = 0; h < (half ? 1 : 2); ++h) {
+                for (int h = 0; h < (byte + 16 == Self::ROW ? 1 : 2); ++h) {
                     const uint32_t x = a[h], y = a[2 + h];
                     const uint32_t b[4] = {e4m3_to_f16(__byte_perm(x, 0, 0x4420)), e4m3_to_f16(__byte_perm(x, 0, 0x4431)),
                                            e4m3_to_f16(__byte_perm(y, 0, 0x4420)), e4m3_to_f16(__byte_perm(y, 0, 0x4431))};
 #pragma unroll
-                    for (int n = 0; n < NQ; ++n) mma<C>(out[n][byte / 16 + h], b, p[n][0], p[n][1]);
+                    for (int n = 0; n < NQ; ++n) mma<C>(out[n][byte / 16 + h], b, p[n][sub][0], p[n][sub][1]);
                 }
             } else {
 #pragma unroll
-                for (int n = 0; n < NQ; ++n) mma<C>(out[n][byte / 32], a, p[n][0], p[n][1]);
+                for (int n = 0; n < NQ; ++n) mma<C>(out[n][byte / 32], a, p[n][sub][0], p[n][sub][1]);
             }
         }
     }
 
-    // Turns the scores of tokens `token` and `token + 8` into weights, packed as the second product wants them.
-    __device__ __forceinline__ void softmax(int n, float (&s)[4], uint32_t (&p)[2], int token, bool masked, float scale, float softcap) {
+    // Turns the scores of tokens `token` and `token + 8` (of each tile) into weights, packed as the second product wants them.
+    __device__ __forceinline__ void softmax(int n, float (&s)[Self::SUB][4], uint32_t (&p)[Self::SUB][2], int token, bool masked,
+                                            int last, float scale, float softcap) {
+        const int SUB = Self::SUB;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            s[i] *= scale;
-            if (softcap != 0) s[i] = softcap * tanh_fast(s[i]);
-        }
-        if (masked) {
+        for (int sub = 0; sub < SUB; ++sub)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int at = token + i / 2 * 8;
-                if (at > see_to[n][i % 2] || at < see_from[n][i % 2]) s[i] = -INFINITY;
+                s[sub][i] *= scale;
+                if (softcap != 0) s[sub][i] = softcap * tanh_fast(s[sub][i]);
             }
+        if (masked) {
+#pragma unroll
+            for (int sub = 0; sub < SUB; ++sub)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int at = token + sub * TOKENS + i / 2 * 8;
+                    if (at > min(last, see_to[n][i % 2]) || at < see_from[n][i % 2]) s[sub][i] = -INFINITY;
+                }
         }
-        float m[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+        float m[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int sub = 0; sub < SUB; ++sub)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) m[e] = fmaxf(m[e], fmaxf(s[sub][e], s[sub][e + 2]));
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) {
             m[0] = fmaxf(m[0], __shfl_xor_sync(~0u, m[0], d));
@@ -243,11 +290,14 @@ template <typename T, typename KV, int D, int NQ> struct Running {
         }
         const float base[2] = {top[n][0] == -INFINITY ? 0.f : top[n][0], top[n][1] == -INFINITY ? 0.f : top[n][1]};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[i] = exp2_fast(s[i] - base[i % 2]);
-        sum[n][0] += s[0] + s[2];
-        sum[n][1] += s[1] + s[3];
-        p[0] = movmatrix(pack<C>(s[0], s[1]));
-        p[1] = movmatrix(pack<C>(s[2], s[3]));
+        for (int sub = 0; sub < SUB; ++sub) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[sub][i] = exp2_fast(s[sub][i] - base[i % 2]);
+            sum[n][0] += s[sub][0] + s[sub][2];
+            sum[n][1] += s[sub][1] + s[sub][3];
+            p[sub][0] = movmatrix(pack<C>(s[sub][0], s[sub][1]));
+            p[sub][1] = movmatrix(pack<C>(s[sub][2], s[sub][3]));
+        }
     }
 
     // Leaves the warp's result for the merge, in the order of the warps' first tiles.
@@ -328,9 +378,9 @@ __device__ __forceinline__ void finish_piece(const Decode<T, KV, D, NQ>& at, con
         }
     }
     if (whole) return;
-    __threadfence();
     named_barrier(1, WARPS * 32);
     if (threadIdx.x == 0) {
+        __threadfence();
         *at.is_last = atomicAdd(args.counters + item.partial, 1) == item.n_pieces - 1;
         if (*at.is_last) args.counters[item.partial] = 0;
         __threadfence();
@@ -341,10 +391,19 @@ __device__ __forceinline__ void finish_piece(const Decode<T, KV, D, NQ>& at, con
         const uint32_t query = i / (D / 4), column = i % (D / 4) * 4;
         Merge merge;
         const size_t row = (size_t)item.partial * Self::QUERIES + query;
-#pragma unroll 8
-        for (uint32_t piece = 0; piece < item.n_pieces; ++piece) {
-            const size_t r = row + (size_t)piece * Self::QUERIES;
-            merge.add(__ldcg(args.partial_max_sum + r), __ldcg(reinterpret_cast<const float4*>(args.partial_out + r * D + column)));
+        const uint32_t n = 8;  // loads in flight
+        for (uint32_t first = 0; first < item.n_pieces; first += n) {
+            float2 stats[n];
+            float4 out[n];
+#pragma unroll
+            for (uint32_t j = 0; j < n; ++j) {
+                const size_t r = row + (size_t)min(first + j, item.n_pieces - 1) * Self::QUERIES;
+                stats[j] = __ldcg(args.partial_max_sum + r);
+                out[j] = __ldcg(reinterpret_cast<const float4*>(args.partial_out + r * D + column));
+            }
+#pragma unroll
+            for (uint32_t j = 0; j < n; ++j)
+                if (first + j < item.n_pieces) merge.add(stats[j], out[j]);
         }
         merge.write(place(query) + column, sink(query), args.v_scale);
     }
@@ -377,30 +436,34 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
     const float scale = args.softcap != 0 ? unit / args.softcap : unit * LOG2E;
     const float softcap = args.softcap * LOG2E;
     Running<T, KV, D, NQ> run;
-    uint32_t n_before = 0;  // tiles of the pieces before this one
+#ifdef TIMELINE
+    uint64_t started;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(started));
+#endif
+    uint32_t n_before = 0;  // stages of the pieces before this one
+    Item item = load_item(args.items, blockIdx.x);
     pdl_wait();
-    for (uint32_t idx = blockIdx.x;;) {
-        const Item item = load_item(args.items, idx);
+    for (;; item = load_item(args.items, item.next)) {
         const uint32_t n_queries = item.n_tokens * group, query_tiles = (n_queries + Self::QUERIES - 1) / Self::QUERIES;
         // Tiles within these bounds are seen whole by every query.
         const int last_position = item.first_position + item.n_tokens - 1;
-        const int clear_from = args.window ? last_position - (int)args.window + 1 : 0;
+        const int clear_from = args.window ? last_position - (int)args.window + 1 : 0, piece_last = item.end_tile * TOKENS - 1;
         for (uint32_t pair = item.first_pair; pair < item.end_pair; ++pair) {
             const uint32_t head = pair / query_tiles, first_query = pair % query_tiles * Self::QUERIES;
             const uint32_t n_valid = min(n_queries - first_query, (uint32_t)Self::QUERIES);
             run.begin(args, item, group, head, first_query);
-            const uint32_t turn = (warp - n_before) % WARPS;
-            for (uint32_t tile = item.first_tile + turn; tile < item.end_tile; tile += WARPS) {
-                const uint32_t n = n_before + tile - item.first_tile, stage = n % Self::STAGES;
-                const uint32_t k = at.stages + stage * 2 * Self::TILE, v = k + Self::TILE;
-                const int first = tile * TOKENS;
-                mbarrier_wait(at.full + stage * 8, n / Self::STAGES % 2);
-                if (first + TOKENS - 1 > last_position) {
-                    // Behind the context the block holds leftovers, maybe NaN, which no zero weight would undo.
-                    for (uint32_t u = lane; u < TOKENS * (Self::ROW / 16); u += 32) {
+            const uint32_t n_stages = (item.end_tile - item.first_tile + Self::SUB - 1) / Self::SUB, turn = (warp - n_before) % WARPS;
+            for (uint32_t i = turn; i < n_stages; i += WARPS) {
+                const uint32_t stage = (n_before + i) % Self::STAGES, k = at.stages + stage * Self::STAGE, v = k + Self::SUB * Self::TILE;
+                const int first = (item.first_tile + i * Self::SUB) * TOKENS, last = first + Self::SUB * TOKENS - 1;
+                mbarrier_wait(at.full + stage * 8, (n_before + i) / Self::STAGES % 2);
+                if (last > min(last_position, piece_last)) {
+                    // What lies behind may be NaN, which no zero weight would undo.
+                    for (uint32_t u = lane; u < Self::SUB * TOKENS * (Self::ROW / 16); u += 32) {
                         const uint32_t row = u / (Self::ROW / 16);
-                        if (first + (int)row > last_position) {
-                            const uint32_t to = v + Self::Layout::offset(TOKENS, row, u % (Self::ROW / 16) * 16);
+                        if (first + (int)row > min(last_position, piece_last)) {
+                            const uint32_t tile = v + row / TOKENS * Self::TILE;
+                            const uint32_t to = tile + Self::Layout::offset(TOKENS, row % TOKENS, u % (Self::ROW / 16) * 16);
                             asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" :: "r"(to), "r"(0) : "memory");
                         }
                     }
@@ -409,26 +472,38 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
 #endif
                     __syncwarp();
                 }
-                const bool masked = first + TOKENS - 1 > (int)item.first_position || first < clear_from;
-                run.add(k, v, first, masked, scale, softcap);
+#ifndef NO_COMPUTE
+                const bool masked = last > min((int)item.first_position, piece_last) || first < clear_from;
+                run.add(k, v, first, masked, piece_last, scale, softcap);
+#endif
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(at.empty + stage * 8);
             }
-            n_before += item.end_tile - item.first_tile;
+            n_before += n_stages;
             run.end(at, turn, n_valid);
             named_barrier(1, WARPS * 32);
             finish_piece<T, KV, D, NQ>(at, args, item, group, head, first_query, n_valid);
             named_barrier(1, WARPS * 32);  // before the buffers are filled again
         }
-        if ((idx = item.next) == 0) break;
+        if (item.next == 0) break;
     }
+#ifdef TIMELINE
+    if (threadIdx.x == 0) {
+        uint64_t* t = reinterpret_cast<uint64_t*>(const_cast<float*>(args.sinks)) + 512 + blockIdx.x * 4;
+        uint32_t smid;
+        asm volatile("mov.u32 %0, %%smid;" : "=r"(smid));
+        uint64_t now;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+        t[0] = started, t[1] = now, t[2] = smid;
+    }
+#endif
 }
 
-// Grid: CTAs of the plan; block: 160; dynamic shared bytes: `Decode::SHARED`. The maps are 3-D views of the
+// Grid: CTAs of the plan; block: 32 * (WARPS + 1); dynamic shared bytes: `Decode::SHARED`. The maps are 3-D views of the
 // layer's keys and values, {CHUNK / element size, ROW / CHUNK, all rows} with byte strides {CHUNK, ROW}, box {CHUNK /
 // element size, 1, 16}, swizzle as wide as CHUNK (none for 16); before Hopper they are not read. Suffix _q16: 16 packed queries, else 8.
-#define DECODE(name, T, KV, D, NQ)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(160, D * NQ == 512 ? 1 : 2) name(const __grid_constant__ TensorMap k_map,                   \
+#define DECODE(name, T, KV, D, NQ) \
+    extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), WARPS == 8 || D * NQ == 512 ? 1 : 2) name(const __grid_constant__ TensorMap k_map,                   \
                                                               const __grid_constant__ TensorMap v_map,                   \
                                                               const __grid_constant__ AttentionArgs args) {              \
         extern __shared__ __align__(1024) char shared[];                                                                               \

@@ -100,24 +100,29 @@ impl<'a> Lists<'a> {
         Self { items, last: (0..ctas).collect() }
     }
 
-    /// Gives `item` to `cta`; returns its index.
-    fn push(&mut self, cta: u32, item: Item) -> u32 {
+    /// Gives `item` to `cta`.
+    fn push(&mut self, cta: u32, item: Item) {
         let last = self.last[cta as usize];
         let tail = &mut self.items[last as usize];
         if tail.first_pair == tail.end_pair {
             *tail = item;
-            return last;
-        }
-        let joins = Item { first_pair: tail.first_pair, end_pair: item.first_pair, ..item } == *tail;
-        if joins && item.n_pieces == 1 {
-            tail.end_pair = item.end_pair;
-            return last;
+            return;
         }
         let idx = self.items.len() as u32;
         self.items[last as usize].next = idx;
         self.items.push(item);
         self.last[cta as usize] = idx;
-        idx
+    }
+
+    /// The same, as one with the CTA's last item where that is the pair before, whole as this one.
+    fn join(&mut self, cta: u32, item: Item) {
+        let tail = &mut self.items[self.last[cta as usize] as usize];
+        let continues = Item { first_pair: tail.first_pair, end_pair: item.first_pair, ..item } == *tail;
+        if continues && item.n_pieces == 1 && tail.first_pair < tail.end_pair {
+            tail.end_pair = item.end_pair;
+        } else {
+            self.push(cta, item);
+        }
     }
 }
 
@@ -138,8 +143,8 @@ pub fn plan_decode(rows: &[Row], heads: &Heads, split: &Split, items: &mut Vec<I
         let pieces = split.fixed_tiles.map_or(1, |len| end.div_ceil(len) - first / len);
         u64::from(pairs) * u64::from(end - first + split.item_cost * pieces)
     };
-    let mut filler = Filler { split, left: spans.iter().map(cost).sum(), cta: 0, room: 0 };
-    filler.room = filler.share(split.ctas);
+    let mut filler = Filler { split, left: spans.iter().map(cost).sum(), cta: 0, share: 0, room: 0 };
+    filler.open(0);
 
     let mut lists = Lists::new(items, split.ctas);
     let mut n_partials = 0;
@@ -168,7 +173,7 @@ pub fn plan_decode(rows: &[Row], heads: &Heads, split: &Split, items: &mut Vec<I
                     n_pieces: pieces.len() as u32,
                     next: 0,
                 };
-                lists.push(cta, item);
+                lists.join(cta, item);
             }
             if pieces.len() > 1 {
                 n_partials += pieces.len() as u32;
@@ -184,15 +189,19 @@ struct Filler<'a> {
     /// Cost of what isn't placed yet.
     left: u64,
     cta: u32,
-    /// Cost that the CTA may still take.
+    /// Cost that a CTA takes.
+    share: i64,
+    /// Cost that this one may still take.
     room: i64,
 }
 
 impl Filler<'_> {
-    /// An equal share of what is left for one of `n_ctas`.
-    fn share(&self, n_ctas: u32) -> i64 {
-        let least = u64::from(self.split.min_tiles + self.split.item_cost);
-        self.left.div_ceil(u64::from(n_ctas)).max(least) as i64
+    /// Goes on with `cta`. Its share is an equal one of what is left, but none is smaller than those before it: a CTA that
+    /// stays idle costs less than pairs that are cut to feed it.
+    fn open(&mut self, cta: u32) {
+        let equal = self.left.div_ceil(u64::from(self.split.ctas - cta)) as i64;
+        self.share = self.share.max(equal).max(i64::from(self.split.min_tiles + self.split.item_cost));
+        (self.cta, self.room) = (cta, self.share);
     }
 
     /// Gives the tiles from `at` to `self.cta`; returns where the piece ends, at most at `end`.
@@ -206,8 +215,7 @@ impl Filler<'_> {
         };
         let last = self.cta + 1 == self.split.ctas;
         if self.room < least && !last {
-            self.cta += 1;
-            self.room = self.share(self.split.ctas - self.cta);
+            self.open(self.cta + 1);
         }
         let last = self.cta + 1 == self.split.ctas;
         let tiles = i64::from(end - at);

@@ -1,0 +1,692 @@
+// Drawing tokens from logits: the operation of `mod.rs` on the device, one cluster of blocks a request.
+//
+// Each block of the cluster holds a run of the row's logits in its shared memory, so that the row is read once; what the
+// blocks find (best token, mass, histograms) they exchange through each other's shared memory. Masses of tokens are integers
+// (the weight exp((x - max) / temperature), at most 1, times 2^44), so that sums do not depend on their order and the filters
+// and the draw agree exactly on what is kept.
+//
+// Differences to the CPU for equal logits: weights are within some 1e-6 of its f32 ones, and those below 2^-45 (31 / temperature
+// below the best logit) are 0. A draw or the end of top-p differs only where that moves a boundary across the random number.
+// Counts of the frequency penalty stop at 28,672.
+//
+// Without clusters (before sm_90) one block takes the row and keeps its copy in `scratch`.
+#include "../cuda/common.cuh"
+
+namespace {
+
+typedef unsigned long long u64;
+
+#ifndef SAMPLE_THREADS
+#define SAMPLE_THREADS 512
+#endif
+#ifndef SAMPLE_CLUSTER
+#define SAMPLE_CLUSTER 8
+#endif
+
+constexpr int THREADS = SAMPLE_THREADS;
+constexpr int WARPS = THREADS / 32;
+constexpr int BINS = 512;
+constexpr int MAX_TOP = 128;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr int CLUSTER = SAMPLE_CLUSTER;
+#else
+constexpr int CLUSTER = 1;
+#endif
+
+constexpr uint32_t NONE = ~0u;
+constexpr uint32_t POSITIVE_INFINITY = 0xFF800000u;  // keys, see key_of
+constexpr uint32_t NEGATIVE_INFINITY = 0x007FFFFFu;
+constexpr float GREEDY_BELOW = 1e-5f;
+constexpr uint32_t ID_BITS = 18;  // vocabularies up to 262,144
+
+// Bits of Request::flags.
+constexpr uint32_t SET_LAST_TOKEN = 1, APPEND = 2, LOGPROBS = 4;
+
+// One request, as the host writes it: 80 bytes.
+struct Request {
+    uint64_t seed;
+    uint64_t position;     // in the sequence, of the token that is drawn
+    uint32_t logit;        // row of the logits
+    uint32_t slot;         // of last_token and history
+    uint32_t forced;       // this token instead of a draw, or NONE
+    uint32_t flags;
+    float temperature;
+    float top_p;
+    float min_p;
+    float repetition_penalty;
+    float presence_penalty;
+    float frequency_penalty;
+    uint32_t top_k;
+    uint32_t n_top;        // best tokens to report, at most MAX_TOP and what the result has room for
+    uint32_t mask;         // row of the masks, or NONE
+    uint32_t first_bias;   // of n_bias entries
+    uint32_t n_bias;
+    uint32_t pad;
+};
+
+struct Bias {
+    uint32_t token;
+    float value;
+};
+
+// What all requests share.
+struct Batch {
+    const float* logits;        // rows of `stride` elements, the first n_vocab valid; stride a multiple of 4, rows 16-byte aligned
+    uint64_t stride;
+    const Request* requests;
+    const uint32_t* masks;      // rows of ceil(n_vocab / 32) words: bit t % 32 of word t / 32 allows token t
+    const Bias* biases;
+    uint32_t* history;          // [n_slots][history_stride]: tokens of the prompt, then of the output
+    const uint32_t* prompt_len; // [n_slots]
+    uint32_t* output_len;       // [n_slots]
+    uint32_t* last_token;       // [n_slots]
+    // Result of request i, `result_stride` words: token, corrupt (0 or 1), log-probability (f32), rank, then
+    // (result_stride - 4) / 2 ids of the best tokens and as many log-probabilities; id NONE where there are fewer.
+    uint32_t* results;
+    uint8_t* scratch;           // 6 * n_vocab rounded up to 128 bytes a request; before sm_90 only
+    uint64_t history_stride;
+    uint32_t result_stride;
+    uint32_t n_vocab;
+};
+
+// Order of floats as order of integers; -0 is +0, and a NaN of either sign is above everything.
+__device__ __forceinline__ uint32_t key_of(float x) {
+    const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));
+    return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);
+}
+__device__ __forceinline__ float value_of(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+// --- the cluster ---
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank = 0;
+    if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#else
+    __syncthreads();
+#endif
+}
+__device__ __forceinline__ void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
+}
+// The address of another block's instance of a shared variable.
+template <typename P> __device__ __forceinline__ P* of_block(P* p, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+    u64 out;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(out) : "l"(reinterpret_cast<u64>(p)), "r"(rank));
+    return reinterpret_cast<P*>(out);
+#else
+    return p;
+#endif
+}
+
+struct Shared {
+    u64 mass[2][BINS];
+    uint32_t count[2][BINS];
+    // Written by the other blocks, one value each; two, so that one barrier an exchange is enough.
+    u64 exchange[2][CLUSTER];
+    u64 warp[WARPS];
+    u64 top[MAX_TOP];
+    u64 merged[MAX_TOP];
+    // Where a search crossed its target.
+    u64 above;
+    uint32_t bin, bin_count, crossed;
+    uint32_t n_top;
+    u64 token;
+};
+
+__device__ __forceinline__ u64 shuffle_up(u64 x, int d) { return __shfl_up_sync(~0u, x, d); }
+
+struct Max {
+    static __device__ u64 warp(u64 x) {
+        const uint32_t high = __reduce_max_sync(~0u, uint32_t(x >> 32));
+        const uint32_t low = __reduce_max_sync(~0u, uint32_t(x >> 32) == high ? uint32_t(x) : 0);
+        return u64(high) << 32 | low;
+    }
+    static __device__ u64 of(u64 a, u64 b) { return a > b ? a : b; }
+};
+struct Sum {
+    static __device__ u64 warp(u64 x) {
+#pragma unroll
+        for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+        return x;
+    }
+    static __device__ u64 of(u64 a, u64 b) { return a + b; }
+};
+
+// Everything a block needs to take part in the steps below.
+struct Row {
+    Shared& s;
+    float* values;     // this block's run, slice elements; beyond the vocabulary -inf
+    uint32_t* counts;  // two 16-bit counters a word, for the same tokens; penalties only
+    uint32_t slice;    // a multiple of 32
+    uint32_t first;    // token of values[0]
+    uint32_t rank;
+    uint32_t turn;     // of the exchanges
+    uint32_t search;   // of the histograms
+
+    // Gives the value that a block's first warp holds to all blocks. The returned array, by rank, is good until the exchange
+    // after the next.
+    __device__ const u64* exchange(u64 mine) {
+        const uint32_t t = turn++ % 2;
+        if (threadIdx.x < CLUSTER) *of_block(&s.exchange[t][rank], threadIdx.x) = mine;
+        cluster_sync();
+        return s.exchange[t];
+    }
+
+    // The reduction over all threads of the cluster, the same in all of them.
+    template <typename Op> __device__ u64 reduce(u64 x) {
+        x = Op::warp(x);
+        if (threadIdx.x % 32 == 0) s.warp[threadIdx.x / 32] = x;
+        __syncthreads();
+        if (threadIdx.x < 32) x = Op::warp(threadIdx.x < WARPS ? s.warp[threadIdx.x] : 0);
+        const u64* all = exchange(x);
+        x = all[0];
+#pragma unroll
+        for (int i = 1; i < CLUSTER; i++) x = Op::of(x, all[i]);
+        return x;
+    }
+
+    // Calls f(index, value) for this block's tokens, each thread for its own, always the same ones.
+    template <typename F> __device__ __forceinline__ void each(F f) {
+        for (uint32_t i = threadIdx.x * 4; i < slice; i += THREADS * 4) {
+            const float4 v = *reinterpret_cast<const float4*>(values + i);
+            f(i, v.x), f(i + 1, v.y), f(i + 2, v.z), f(i + 3, v.w);
+        }
+    }
+
+    // The best token: key in the upper half, ~id in the lower, so that the lowest id wins a tie.
+    __device__ u64 best() {
+        uint32_t key = 0, id = NONE;
+        each([&](uint32_t i, float x) {
+            const uint32_t k = key_of(x);
+            if (k > key) key = k, id = first + i;
+        });
+        return reduce<Max>(u64(key) << 32 | uint32_t(~id));
+    }
+};
+
+__device__ __forceinline__ bool is_corrupt(u64 best) {
+    return uint32_t(best >> 32) >= POSITIVE_INFINITY || uint32_t(best >> 32) <= NEGATIVE_INFINITY;
+}
+
+// Weight of a token, as an integer.
+struct Weigh {
+    float max, factor;  // log2(e) / temperature
+    __device__ __forceinline__ u64 operator()(float x) const {
+        float w;
+        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(w) : "f"((x - max) * factor));
+        return __float2ull_rn(w * 17592186044416.0f);
+    }
+};
+
+// Tokens that a filter keeps: all of better bins, and those of `bin` that are at least `least`.
+struct Cut {
+    float max, scale;
+    uint32_t bin;
+    u64 least;
+
+    __device__ __forceinline__ uint32_t bin_of(float x) const { return uint32_t(fminf((max - x) * scale, float(BINS - 1))); }
+    // Value, then lower id, as one number of 50 bits.
+    static __device__ __forceinline__ u64 rank_of(float x, uint32_t id) {
+        return u64(key_of(x)) << ID_BITS | (((1u << ID_BITS) - 1) - id);
+    }
+    __device__ __forceinline__ bool keeps(float x, uint32_t id) const {
+        const uint32_t b = bin_of(x);
+        return b < bin || (b == bin && rank_of(x, id) >= least);
+    }
+};
+
+// 64-bit addition in shared memory, which the hardware has for 32 bits only. The final value does not depend on the order.
+__device__ __forceinline__ void add64(u64* to, u64 x) {
+    uint32_t* half = reinterpret_cast<uint32_t*>(to);
+    const uint32_t low = uint32_t(x), old = atomicAdd(half, low);
+    const uint32_t high = uint32_t(x >> 32) + (old + low < old ? 1 : 0);
+    if (high) atomicAdd(half + 1, high);
+}
+
+// Finds the best tokens, in order, whose number (or with MASS weight) reaches `target`, among those of at least `low`. Each
+// round sorts what is in question into bins, sums them over the cluster, and goes on with the bin in which the target lies:
+// first by equal steps of value below the maximum, then by bits of value and id.
+template <bool MASS>
+__device__ Cut find_cut(Row& row, float max, float scale, float low, const Weigh& weigh, u64 target) {
+    Shared& s = row.s;
+    Cut cut = {max, scale, BINS - 1, 0};
+    u64 from = 0, above = 0;
+    uint32_t shift = 0;
+    for (bool by_value = true;; by_value = false) {
+        u64* mass = s.mass[row.search % 2];
+        uint32_t* count = s.count[row.search % 2];
+        row.search++;
+        for (uint32_t i = threadIdx.x; i < BINS; i += THREADS) mass[i] = 0, count[i] = 0;
+        if (threadIdx.x == 0) s.crossed = 0;
+        __syncthreads();
+        row.each([&](uint32_t i, float x) {
+            if (x < low) return;
+            uint32_t bin = cut.bin_of(x);
+            if (!by_value) {
+                if (bin != cut.bin) return;
+                const u64 step = (Cut::rank_of(x, row.first + i) - from) >> shift;
+                if (step >= BINS) return;
+                bin = BINS - 1 - uint32_t(step);
+            }
+            atomicAdd(count + bin, 1);
+            if (MASS) {
+                const u64 w = weigh(x);
+                if (w) add64(mass + bin, w);
+            }
+        });
+        cluster_sync();
+        // Bin i of the whole row in thread i, and the sum of the bins up to it.
+        u64 mine = 0;
+        uint32_t n = 0;
+        if (threadIdx.x < BINS) {
+#pragma unroll
+            for (int r = 0; r < CLUSTER; r++) {
+                n += *of_block(count + threadIdx.x, r);
+                if (MASS) mine += *of_block(mass + threadIdx.x, r);
+            }
+        }
+        if (!MASS) mine = n;
+        u64 sum = mine;
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const u64 other = shuffle_up(sum, d);
+            if (lane >= d) sum += other;
+        }
+        if (lane == 31) s.warp[threadIdx.x / 32] = sum;
+        __syncthreads();
+        for (int w = 0; w < int(threadIdx.x / 32); w++) sum += s.warp[w];
+        sum += above;
+        if (threadIdx.x < BINS && sum - mine < target && sum >= target) {
+            s.above = sum - mine, s.bin = threadIdx.x, s.bin_count = n, s.crossed = 1;
+        }
+        __syncthreads();
+        // Fewer tokens than asked for: all are kept.
+        if (!s.crossed) return cut;
+        above = s.above;
+        const uint32_t bin = s.bin, n_in_bin = s.bin_count;
+        if (by_value) {
+            cut.bin = bin;
+            // Bounds of the bin's values, a little wider than rounding can make them.
+            const float near = float(bin) / scale, far = float(bin + 1) / scale;
+            const float slack = (fabsf(max) + far) * 0x1p-21f;
+            const uint32_t top = key_of(fminf(max, max - near + slack));
+            const uint32_t bottom = bin == BINS - 1 ? key_of(low) : key_of(max - far - slack);
+            from = u64(bottom) << ID_BITS;
+            const int bits = 64 - __clzll(((u64(top - bottom) + 1) << ID_BITS) - 1);
+            shift = bits > 9 ? bits - 9 : 0;
+        } else {
+            from += u64(BINS - 1 - bin) << shift;
+            cut.least = from;
+            if (shift == 0) return cut;
+            shift = shift > 9 ? shift - 9 : 0;
+        }
+        // The whole bin is kept: it has one token, or ends at the target.
+        if (n_in_bin == 1 || (!MASS && above + n_in_bin == target)) return cut;
+        // A thread may not enter the next round's writes while another still reads.
+        __syncthreads();
+    }
+}
+
+// The random number of (seed, position), as 64 bits of which the upper 53 are random: see random.rs.
+__device__ u64 random_bits(u64 seed, u64 position) {
+    uint32_t c[4] = {uint32_t(position), uint32_t(position >> 32), 0, 0};
+    uint32_t k[2] = {uint32_t(seed), uint32_t(seed >> 32)};
+#pragma unroll
+    for (int i = 0; i < 10; i++) {
+        const u64 a = u64(c[0]) * 0xD2511F53u, b = u64(c[2]) * 0xCD9E8D57u;
+        const uint32_t next[4] = {uint32_t(b >> 32) ^ c[1] ^ k[0], uint32_t(b), uint32_t(a >> 32) ^ c[3] ^ k[1], uint32_t(a)};
+#pragma unroll
+        for (int j = 0; j < 4; j++) c[j] = next[j];
+        k[0] += 0x9E3779B9u, k[1] += 0xBB67AE85u;
+    }
+    return (u64(c[0]) << 32 | c[1]) & ~0x7FFull;
+}
+
+// The first token, in the order of ids, at which the running sum of weights exceeds u times the whole.
+__device__ uint32_t draw(Row& row, float low, const Weigh& weigh, u64 random) {
+    Shared& s = row.s;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    // Each warp has a run of its own.
+    const uint32_t run = (row.slice + 128 * WARPS - 1) / (128 * WARPS) * 128;
+    const uint32_t begin = warp * run, end = min(begin + run, row.slice);
+    const auto weight = [&](float x) { return x >= low ? weigh(x) : 0; };
+    u64 sum = 0;
+    for (uint32_t i = begin + lane * 4; i < end; i += 128) {
+        const float4 v = *reinterpret_cast<const float4*>(row.values + i);
+        sum += weight(v.x) + weight(v.y) + weight(v.z) + weight(v.w);
+    }
+    sum = Sum::warp(sum);
+    if (lane == 0) s.warp[warp] = sum;
+    __syncthreads();
+    if (warp == 0) sum = Sum::warp(lane < WARPS ? s.warp[lane] : 0);
+    const u64* all = row.exchange(sum);
+    u64 total = 0;
+#pragma unroll
+    for (int r = 0; r < CLUSTER; r++) total += all[r];
+    u64 target = __umul64hi(random, total);
+    uint32_t owner = 0;
+    for (; owner < CLUSTER - 1 && target >= all[owner]; owner++) target -= all[owner];
+    if (row.rank == owner) {
+        uint32_t w = 0;
+        for (; w < WARPS - 1 && target >= s.warp[w]; w++) target -= s.warp[w];
+        for (uint32_t i = begin + lane * 4; w == warp && i - lane * 4 < end; i += 128) {
+            float4 v = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+            if (i < end) v = *reinterpret_cast<const float4*>(row.values + i);
+            const u64 mine[4] = {weight(v.x), weight(v.y), weight(v.z), weight(v.w)};
+            u64 upto = mine[0] + mine[1] + mine[2] + mine[3];
+            const u64 here = upto;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const u64 other = shuffle_up(upto, d);
+                if (lane >= d) upto += other;
+            }
+            const u64 whole = __shfl_sync(~0u, upto, 31);
+            if (target < whole) {
+                u64 sum = upto - here;
+                if (target >= sum && target < upto) {
+                    uint32_t j = 0;
+                    for (; target >= sum + mine[j]; j++) sum += mine[j];
+                    s.token = row.first + i + j;
+                }
+                break;
+            }
+            target -= whole;
+        }
+        __syncthreads();
+    }
+    return uint32_t(row.exchange(s.token)[owner]);
+}
+
+// The token that the temperature and the filters lead to; the row is lost.
+__device__ uint32_t choose(Row& row, const Request& r, float max, uint32_t n_vocab) {
+    const float inv_t = 1.0f / r.temperature, scale = 16.0f * inv_t;
+    const Weigh weigh = {max, inv_t * 1.44269504f};
+    const float floor = r.min_p > 0.0f ? __fadd_rn(max, __fmul_rn(r.temperature, logf(fminf(r.min_p, 1.0f)))) : -INFINITY;
+    const float low = fmaxf(floor, -3.402823466e38f);
+    const auto keep = [&](const Cut& cut) {
+        row.each([&](uint32_t i, float x) {
+            if (x >= low && !cut.keeps(x, row.first + i)) row.values[i] = -INFINITY;
+        });
+    };
+    if (r.top_k > 0 && r.top_k < n_vocab) keep(find_cut<false>(row, max, scale, low, weigh, r.top_k));
+    if (r.top_p < 1.0f) {
+        u64 sum = 0;
+        row.each([&](uint32_t, float x) { sum += x >= low ? weigh(x) : 0; });
+        const u64 total = row.reduce<Sum>(sum);
+        const u64 wanted = __double2ull_ru(double(fmaxf(r.top_p, 0.0f)) * double(total));
+        keep(find_cut<true>(row, max, scale, low, weigh, wanted < 1 ? 1 : wanted > total ? total : wanted));
+    }
+    __syncthreads();
+    return draw(row, low, weigh, random_bits(r.seed, r.position));
+}
+
+// Mask, bias and penalties, in this order.
+__device__ void adjust(Row& row, const Request& r, const Batch& b) {
+    const uint32_t first = row.first;
+    if (r.mask != NONE) {
+        const uint32_t n_words = (b.n_vocab + 31) / 32;
+        const uint32_t* mask = b.masks + size_t(r.mask) * n_words;
+        row.each([&](uint32_t i, float) {
+            const uint32_t word = (first + i) / 32;
+            if (word >= n_words || !(mask[word] >> i % 32 & 1)) row.values[i] = -INFINITY;
+        });
+    }
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < r.n_bias; i += THREADS) {
+        const Bias* biases = b.biases + r.first_bias;
+        const uint32_t at = biases[i].token - first;
+        if (at >= row.slice || biases[i].token >= b.n_vocab) continue;
+        // Entries of one token are added in their order, by the thread of the first.
+        bool is_first = true;
+        for (uint32_t j = 0; j < i; j++) is_first &= biases[j].token != biases[i].token;
+        for (uint32_t j = i; is_first && j < r.n_bias; j++)
+            if (biases[j].token == biases[i].token) row.values[at] += biases[j].value;
+    }
+    __syncthreads();
+    const bool repeats = r.repetition_penalty != 1.0f;
+    if (!repeats && r.presence_penalty == 0.0f && r.frequency_penalty == 0.0f) return;
+
+    // Per token: occurrences in the output, and bit 15 for the prompt.
+    constexpr uint32_t IN_PROMPT = 0x8000, MOST = 0x7000;
+    for (uint32_t i = threadIdx.x; i < row.slice / 2; i += THREADS) row.counts[i] = 0;
+    __syncthreads();
+    const uint32_t* history = b.history + size_t(r.slot) * b.history_stride;
+    const uint32_t n_prompt = b.prompt_len[r.slot], n_all = n_prompt + b.output_len[r.slot];
+    for (uint32_t i = (repeats ? 0 : n_prompt) + threadIdx.x; i < n_all; i += THREADS) {
+        const uint32_t at = history[i] - first;
+        if (at >= row.slice) continue;
+        uint32_t *word = row.counts + at / 2, half = at % 2 * 16;
+        if (i < n_prompt) {
+            atomicOr(word, IN_PROMPT << half);
+        } else if ((*reinterpret_cast<volatile uint32_t*>(word) >> half & 0x7FFF) < MOST) {
+            // The threads that pass this test at once are too few to overflow.
+            atomicAdd(word, 1u << half);
+        }
+    }
+    __syncthreads();
+    row.each([&](uint32_t i, float x) {
+        const uint32_t state = row.counts[i / 2] >> i % 2 * 16 & 0xFFFF, count = min(state & 0x7FFF, MOST);
+        if (!state) return;
+        if (repeats) x = x > 0.0f ? x / r.repetition_penalty : x * r.repetition_penalty;
+        if (count) x = __fsub_rn(__fsub_rn(x, __fmul_rn(r.frequency_penalty, float(count))), r.presence_penalty);
+        row.values[i] = x;
+    });
+}
+
+// Reads this block's run of the row, each thread what `each` gives it: calls f(index, float4), with -inf beyond the
+// vocabulary.
+template <typename F> __device__ __forceinline__ void read_run(const Row& row, const float* logits, uint32_t n_vocab, F f) {
+    constexpr int N = 8;
+    for (uint32_t base = threadIdx.x * 4; base < row.slice; base += N * THREADS * 4) {
+        float4 v[N];
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const uint32_t i = base + n * THREADS * 4;
+            v[n] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+            if (i < row.slice && row.first + i < n_vocab) v[n] = __ldcs(reinterpret_cast<const float4*>(logits + row.first + i));
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            const uint32_t i = base + n * THREADS * 4, token = row.first + i;
+            if (token + 3 >= n_vocab) {
+                if (token + 1 >= n_vocab) v[n].y = -INFINITY;
+                if (token + 2 >= n_vocab) v[n].z = -INFINITY;
+                v[n].w = -INFINITY;
+            }
+            if (i < row.slice) f(i, v[n]);
+        }
+    }
+}
+
+struct Argmax {
+    uint32_t key = 0, id = NONE;
+    __device__ __forceinline__ void take(uint32_t first, const float4& v) {
+        const float x[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const uint32_t k = key_of(x[j]);
+            if (k > key) key = k, id = first + j;
+        }
+    }
+    __device__ __forceinline__ u64 packed() const { return u64(key) << 32 | uint32_t(~id); }
+};
+
+// Log-probabilities, by the sum of the raw weights.
+struct LogSum {
+    double max, log_sum;
+    __device__ float of(float x) const { return float(double(x) - max - log_sum); }
+};
+
+// Writes the `n` best tokens of the raw row, best first, to the result.
+__device__ void report_top(Row& row, uint32_t n, float max, const LogSum& log_sum, uint32_t* ids, float* logprobs) {
+    Shared& s = row.s;
+    const float low = -3.402823466e38f;
+    const Cut cut = find_cut<false>(row, max, 16.0f, low, Weigh{max, 1.0f}, n);
+    if (threadIdx.x == 0) s.n_top = 0;
+    __syncthreads();
+    row.each([&](uint32_t i, float x) {
+        if (x >= low && cut.keeps(x, row.first + i)) {
+            const uint32_t at = atomicAdd(&s.n_top, 1);
+            s.top[at] = u64(key_of(x)) << 32 | uint32_t(~(row.first + i));
+        }
+    });
+    cluster_sync();
+    if (row.rank == 0) {
+        uint32_t total = 0;
+        for (int r = 0; r < CLUSTER; r++) {
+            const uint32_t count = *of_block(&s.n_top, r);
+            if (threadIdx.x < count) s.merged[total + threadIdx.x] = of_block(s.top, r)[threadIdx.x];
+            total += count;
+        }
+        __syncthreads();
+        if (threadIdx.x < total) {
+            const u64 mine = s.merged[threadIdx.x];
+            uint32_t better = 0;
+            for (uint32_t i = 0; i < total; i++) better += s.merged[i] > mine;
+            ids[better] = uint32_t(~mine);
+            logprobs[better] = log_sum.of(value_of(uint32_t(mine >> 32)));
+        } else if (threadIdx.x < n) {
+            ids[threadIdx.x] = NONE;
+            logprobs[threadIdx.x] = -INFINITY;
+        }
+    }
+    cluster_sync();
+}
+
+struct Answer {
+    uint32_t token, corrupt;
+    float logprob;
+    uint32_t rank;
+};
+
+__device__ void finish(const Row& row, const Request& r, const Batch& b, uint32_t index, const Answer& answer) {
+    if (row.rank != 0 || threadIdx.x != 0) return;
+    uint32_t* result = b.results + size_t(index) * b.result_stride;
+    result[0] = answer.token, result[1] = answer.corrupt;
+    result[2] = __float_as_uint(answer.logprob), result[3] = answer.rank;
+    if (r.flags & SET_LAST_TOKEN) b.last_token[r.slot] = answer.token;
+    if (r.flags & APPEND) {
+        const uint32_t n = b.prompt_len[r.slot] + b.output_len[r.slot];
+        if (n < b.history_stride) {
+            b.history[size_t(r.slot) * b.history_stride + n] = answer.token;
+            b.output_len[r.slot] += 1;
+        }
+    }
+}
+
+__device__ __forceinline__ uint32_t slice_len(uint32_t n_vocab) { return ((n_vocab + CLUSTER - 1) / CLUSTER + 31) / 32 * 32; }
+
+__device__ void answer(const Batch& b, Shared& s, uint8_t* memory) {
+    const uint32_t index = blockIdx.x / CLUSTER, slice = slice_len(b.n_vocab), rank = cluster_rank();
+    // Another block's memory may be touched once that block has begun.
+    cluster_arrive();
+    Row row = {s, reinterpret_cast<float*>(memory), reinterpret_cast<uint32_t*>(memory + slice * 4), slice, rank * slice, rank, 0, 0};
+    pdl_wait();
+    pdl_trigger();
+    const Request& r = b.requests[index];
+    const float* logits = b.logits + r.logit * b.stride;
+    const bool adjusted = r.mask != NONE || r.n_bias > 0 || r.repetition_penalty != 1.0f || r.presence_penalty != 0.0f ||
+                          r.frequency_penalty != 0.0f;
+    const bool greedy = r.temperature < GREEDY_BELOW || r.top_k == 1;
+    Argmax raw;
+    read_run(row, logits, b.n_vocab, [&](uint32_t i, const float4& v) {
+        raw.take(row.first + i, v);
+        *reinterpret_cast<float4*>(row.values + i) = v;
+    });
+    cluster_wait();
+    u64 best = row.reduce<Max>(raw.packed());
+    const float raw_max = value_of(uint32_t(best >> 32));
+    Answer answer = {r.forced == NONE ? 0 : r.forced, is_corrupt(best), 0.0f, 0};
+    LogSum log_sum = {};
+    const bool wants_logprobs = r.flags & LOGPROBS;
+    if (wants_logprobs && !answer.corrupt) {
+        const Weigh weigh = {raw_max, 1.44269504f};
+        u64 sum = 0;
+        row.each([&](uint32_t, float x) { sum += weigh(x); });
+        log_sum = {raw_max, log(double(row.reduce<Sum>(sum)) * 0x1p-44)};
+        uint32_t* top = b.results + size_t(index) * b.result_stride + 4;
+        if (r.n_top > 0) {
+            report_top(row, min(r.n_top, uint32_t(MAX_TOP)), raw_max, log_sum, top,
+                       reinterpret_cast<float*>(top + (b.result_stride - 4) / 2));
+        }
+    }
+    if (r.forced == NONE && !answer.corrupt) {
+        if (adjusted) {
+            adjust(row, r, b);
+            best = row.best();
+            answer.corrupt = is_corrupt(best);
+        }
+        if (!answer.corrupt) answer.token = greedy ? ~uint32_t(best) : choose(row, r, value_of(uint32_t(best >> 32)), b.n_vocab);
+    }
+    if (wants_logprobs && !answer.corrupt) {
+        // A forced token may lie outside the vocabulary of the logits.
+        const float logit = answer.token < b.n_vocab ? logits[answer.token] : -INFINITY;
+        uint32_t above = 0;
+        read_run(row, logits, b.n_vocab, [&](uint32_t, const float4& v) {
+            above += (v.x > logit) + (v.y > logit) + (v.z > logit) + (v.w > logit);
+        });
+        answer.rank = uint32_t(row.reduce<Sum>(above)) + 1;
+        answer.logprob = log_sum.of(logit);
+    }
+    finish(row, r, b, index, answer);
+}
+
+__device__ void answer_greedy(const Batch& b, Shared& s) {
+    const uint32_t index = blockIdx.x / CLUSTER, slice = slice_len(b.n_vocab), rank = cluster_rank();
+    cluster_arrive();
+    Row row = {s, nullptr, nullptr, slice, rank * slice, rank, 0, 0};
+    pdl_wait();
+    pdl_trigger();
+    const Request& r = b.requests[index];
+    Argmax raw;
+    read_run(row, b.logits + r.logit * b.stride, b.n_vocab,
+             [&](uint32_t i, const float4& v) { raw.take(row.first + i, v); });
+    cluster_wait();
+    const u64 best = row.reduce<Max>(raw.packed());
+    const bool corrupt = is_corrupt(best);
+    finish(row, r, b, index, {corrupt ? 0 : ~uint32_t(best), corrupt, 0.0f, 0});
+}
+
+}  // namespace
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define CLUSTER_DIMS __cluster_dims__(SAMPLE_CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
+// Answers `gridDim.x / 8` requests (gridDim.x of them before sm_90). A slot may be in several, but only one of them may draw
+// with APPEND or penalties.
+// grid (8 * n_requests), block 512, dynamic shared memory: 4 bytes a token of a block's run (n_vocab / 8, rounded up to 32),
+// 6 where any request has penalties. Before sm_90: grid (n_requests), no dynamic shared memory, `scratch` instead.
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS) sample(const Batch b) {
+    __shared__ Shared s;
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(16) uint8_t memory[];
+    answer(b, s, memory);
+#else
+    answer(b, s, b.scratch + size_t(blockIdx.x) * ((size_t(b.n_vocab) * 6 + 255) / 128 * 128));
+#endif
+}
+
+// The same for requests that are greedy and have no mask, bias, penalty, log-probabilities or forced token. grid, block as above; no
+// dynamic shared memory.
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS) sample_greedy(const Batch b) {
+    __shared__ Shared s;
+    answer_greedy(b, s);
+}

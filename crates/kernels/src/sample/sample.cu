@@ -46,7 +46,7 @@ constexpr uint32_t SET_LAST_TOKEN = 1, APPEND = 2, LOGPROBS = 4;
 struct Request {
     uint64_t seed;
     uint64_t position;     // in the sequence, of the token that is drawn
-    uint32_t logit;        // row of the logits
+    uint32_t logit;        // row of the logits, or NONE: padding, nothing is written
     uint32_t slot;         // of last_token and history
     uint32_t forced;       // this token instead of a draw, or NONE
     uint32_t flags;
@@ -265,7 +265,7 @@ __device__ Cut find_cut(Row& row, float max, float scale, float low, const Weigh
     Shared& s = row.s;
     Cut cut = {max, scale, BINS - 1, 0};
     u64 from = 0, above = 0;
-    uint32_t shift = 0;
+    uint32_t shift = 0, n_steps = BINS;  // of 2^shift each, from `from`
     for (bool by_value = true;; by_value = false) {
         u64* mass = s.mass[row.search % 2];
         uint32_t* count = s.count[row.search % 2];
@@ -279,8 +279,8 @@ __device__ Cut find_cut(Row& row, float max, float scale, float low, const Weigh
             if (!by_value) {
                 if (bin != cut.bin) return;
                 const u64 step = (Cut::rank_of(x, row.first + i) - from) >> shift;
-                if (step >= BINS) return;
-                bin = BINS - 1 - uint32_t(step);
+                if (step >= n_steps) return;
+                bin = n_steps - 1 - uint32_t(step);
             }
             atomicAdd(count + bin, 1);
             if (MASS) {
@@ -330,10 +330,11 @@ __device__ Cut find_cut(Row& row, float max, float scale, float low, const Weigh
             const int bits = 64 - __clzll(((u64(top - bottom) + 1) << ID_BITS) - 1);
             shift = bits > 9 ? bits - 9 : 0;
         } else {
-            from += u64(BINS - 1 - bin) << shift;
+            from += u64(n_steps - 1 - bin) << shift;
             cut.least = from;
             if (shift == 0) return cut;
-            shift = shift > 9 ? shift - 9 : 0;
+            n_steps = 1 << min(shift, 9u);
+            shift -= min(shift, 9u);
         }
         // The whole bin is kept: it has one token, or ends at the target.
         if (n_in_bin == 1 || (!MASS && above + n_in_bin == target)) return cut;
@@ -379,9 +380,9 @@ __device__ uint32_t draw(Row& row, float low, const Weigh& weigh, u64 random) {
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) total += all[r];
     u64 target = __umul64hi(random, total);
-    uint32_t owner = 0;
+    int owner = 0;
     for (; owner < CLUSTER - 1 && target >= all[owner]; owner++) target -= all[owner];
-    if (row.rank == owner) {
+    if (int(row.rank) == owner) {
         uint32_t w = 0;
         for (; w < WARPS - 1 && target >= s.warp[w]; w++) target -= s.warp[w];
         for (uint32_t i = begin + lane * 4; w == warp && i - lane * 4 < end; i += 128) {
@@ -599,6 +600,7 @@ __device__ void answer(const Batch& b, Shared& s, uint8_t* memory) {
     pdl_wait();
     pdl_trigger();
     const Request& r = b.requests[index];
+    if (r.logit == NONE) return cluster_wait();
     const float* logits = b.logits + r.logit * b.stride;
     const bool adjusted = r.mask != NONE || r.n_bias > 0 || r.repetition_penalty != 1.0f || r.presence_penalty != 0.0f ||
                           r.frequency_penalty != 0.0f;
@@ -653,6 +655,7 @@ __device__ void answer_greedy(const Batch& b, Shared& s) {
     pdl_wait();
     pdl_trigger();
     const Request& r = b.requests[index];
+    if (r.logit == NONE) return cluster_wait();
     Argmax raw;
     read_run(row, b.logits + r.logit * b.stride, b.n_vocab,
              [&](uint32_t i, const float4& v) { raw.take(row.first + i, v); });

@@ -44,11 +44,7 @@ __device__ void add_rms_norm(const T* delta, T* residual, const float* weight, O
             const uint32_t i = threadIdx.x + v * blockDim.x;
             if (i < n_vec) {
                 x[v] = load_vec<T, 8>(residual + size_t(row) * cols + i * 8);
-#ifdef NORM_CS
-                if (delta) { const uint4 u = __ldcs(reinterpret_cast<const uint4*>(delta + size_t(row) * cols + i * 8)); d[v] = *reinterpret_cast<const Vec<T, 8>*>(&u); }
-#else
                 if (delta) d[v] = load_vec<T, 8>(delta + size_t(row) * cols + i * 8);
-#endif
             }
         }
 #pragma unroll

@@ -78,17 +78,12 @@ template <typename T, typename C, bool NORM, int LANES, int N> __device__ void r
     // The number of rounds is the same in all threads, as the norm needs whole warps.
     for (uint32_t base = 0; base < n_heads; base += n_groups * N) {
         Vec<T, 4> loaded[N][2];
-        Vec<float, 4> weight[N][2];
 #pragma unroll
         for (int n = 0; n < N; n++) {
             const uint32_t head = base + n * n_groups + group;
             if (in && head < n_heads) {
                 loaded[n][0] = load_vec<T, 4>(row + head * a.dim + first);
                 loaded[n][1] = load_vec<T, 4>(row + head * a.dim + second);
-                if (NORM) {
-                    const float* w = head < a.heads ? a.q_norm : a.k_norm;
-                    weight[n][0] = load_vec<float, 4>(w + first), weight[n][1] = load_vec<float, 4>(w + second);
-                }
             }
         }
 #pragma unroll
@@ -99,6 +94,9 @@ template <typename T, typename C, bool NORM, int LANES, int N> __device__ void r
 #pragma unroll
             for (int j = 0; j < 8; j++) x[j] = has ? to_f32(loaded[n][j / 4].at[j % 4]) : 0.0f;
             if (NORM) {
+                const float* w = head < a.heads ? a.q_norm : a.k_norm;
+                Vec<float, 4> weight[2];
+                if (in) weight[0] = load_vec<float, 4>(w + first), weight[1] = load_vec<float, 4>(w + second);
                 float sum = 0.0f;
 #pragma unroll
                 for (int j = 0; j < 8; j++) sum += x[j] * x[j];
@@ -107,7 +105,7 @@ template <typename T, typename C, bool NORM, int LANES, int N> __device__ void r
                 const float scale = rsqrtf(sum / float(a.dim) + a.eps);
                 if (has && head < n_qk) {
 #pragma unroll
-                    for (int j = 0; j < 8; j++) x[j] *= scale * weight[n][j / 4].at[j % 4];
+                    for (int j = 0; j < 8; j++) x[j] *= scale * weight[j / 4].at[j % 4];
                 }
             }
             if (!has) continue;

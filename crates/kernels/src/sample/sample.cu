@@ -110,48 +110,77 @@ __device__ __forceinline__ uint32_t cluster_size() {
 #endif
     return n;
 }
-__device__ __forceinline__ void cluster_arrive() {
+// Blocks write to each other's shared memory only by asynchronous stores that complete on a barrier (mbarrier) of the receiving
+// block. A barrier of the whole cluster would cost a fence over all memory and the L1 cache each time.
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// Sends a value to `to` of another block, whose instance of `barrier` counts the bytes.
+__device__ __forceinline__ void send(uint32_t rank, u64* to, u64 x, u64* barrier) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    asm volatile("{\n.reg .b32 to, bar;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 bar, %2, %3;\n"
+                 "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [to], %1, [bar];\n}" ::"r"(shared_address(to)),
+                 "l"(x), "r"(shared_address(barrier)), "r"(rank) : "memory");
+#else
+    *to = x;
 #endif
 }
-__device__ __forceinline__ void cluster_wait() {
+__device__ __forceinline__ void send(uint32_t rank, uint32_t* to, uint32_t x, u64* barrier) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+    asm volatile("{\n.reg .b32 to, bar;\nmapa.shared::cluster.u32 to, %0, %3;\nmapa.shared::cluster.u32 bar, %2, %3;\n"
+                 "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [to], %1, [bar];\n}" ::"r"(shared_address(to)),
+                 "r"(x), "r"(shared_address(barrier)), "r"(rank) : "memory");
+#else
+    *to = x;
+#endif
+}
+// Called by all threads: waits until this block has received `bytes` in the barrier's present phase.
+__device__ __forceinline__ void receive(u64* barrier, uint32_t phase, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n}" ::"r"(shared_address(barrier)), "r"(phase % 2) : "memory");
 #else
     __syncthreads();
 #endif
 }
-__device__ __forceinline__ void cluster_sync() {
-    cluster_arrive();
-    cluster_wait();
-}
-// The address of another block's instance of a shared variable.
-template <typename P> __device__ __forceinline__ P* of_block(P* p, uint32_t rank) {
-#if __CUDA_ARCH__ >= 900
-    u64 out;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(out) : "l"(reinterpret_cast<u64>(p)), "r"(rank));
-    return reinterpret_cast<P*>(out);
-#else
-    return p;
-#endif
-}
 
 struct Shared {
-    // Histograms: two, so that one barrier a round is enough.
-    uint32_t count[2][BINS];
-    uint32_t mass_low[2][BINS], mass_high[2][BINS];
-    // Written by the other blocks, two values each; again two.
+    // The block's own histogram; its share of the bins, from all blocks; all bins, summed.
+    uint32_t count[BINS], mass_low[BINS], mass_high[BINS];
+    uint32_t part_count[BINS], total_count[BINS];
+    u64 part_mass[BINS], total_mass[BINS];
+    // Two values from each block; used in turns, as a block may be one exchange behind.
     u64 exchange[2][MAX_CLUSTER][2];
     u64 warp[WARPS];
     u64 top[MAX_TOP];
-    u64 merged[MAX_TOP];
     // Where a search crossed its target.
     u64 above;
     uint32_t bin, bin_count, crossed;
     uint32_t n_top;
     u64 token;
+    // Barriers that count what other blocks have sent.
+    u64 exchanged[2], parts_sent, totals_sent, top_sent;
 };
+
+// Makes the barriers ready. Other blocks may be sent to after `cluster_wait`.
+__device__ __forceinline__ void cluster_arrive(Shared& s) {
+#if __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0) {
+        u64* const barriers[] = {&s.exchanged[0], &s.exchanged[1], &s.parts_sent, &s.totals_sent, &s.top_sent};
+#pragma unroll
+        for (int i = 0; i < 5; i++)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers[i])) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
 
 __device__ __forceinline__ u64 shuffle_up(u64 x, int d) { return __shfl_up_sync(~0u, x, d); }
 
@@ -195,17 +224,17 @@ struct Row {
     uint32_t rank;     // of the block in the cluster
     uint32_t n_blocks; // of the cluster
     uint32_t turn;     // of the exchanges
-    uint32_t search;   // of the histograms
+    uint32_t search;   // of the summed histograms
 
     // Gives two values that a block's first warp holds to all blocks. The returned array, by rank, is good until the exchange
-    // after the next.
+    // after the next. All threads must have passed a block barrier since they read the last one.
     __device__ const u64 (*exchange(u64 a, u64 b = 0))[2] {
-        const uint32_t t = turn++ % 2;
+        const uint32_t t = turn % 2;
         if (threadIdx.x < n_blocks) {
-            u64* to = of_block(s.exchange[t][rank], threadIdx.x);
-            to[0] = a, to[1] = b;
+            send(threadIdx.x, &s.exchange[t][rank][0], a, &s.exchanged[t]);
+            send(threadIdx.x, &s.exchange[t][rank][1], b, &s.exchanged[t]);
         }
-        cluster_sync();
+        receive(&s.exchanged[t], turn++ / 2, n_blocks * 16);
         return s.exchange[t];
     }
 
@@ -238,6 +267,25 @@ struct Row {
             best.least = min(best.least, uint32_t(all[i][1]));
         }
         return best;
+    }
+
+    // Sums the blocks' histograms: each block sums a share of the bins, and gives the result to all.
+    template <bool MASS> __device__ void sum_bins() {
+        const uint32_t share = BINS / n_blocks, part = threadIdx.x / share, bin = threadIdx.x % share;
+        constexpr uint32_t BYTES = BINS * (MASS ? 12 : 4);
+        const u64 mass = (u64(s.mass_high[threadIdx.x]) << 32) + s.mass_low[threadIdx.x];
+        send(part, &s.part_count[rank * share + bin], s.count[threadIdx.x], &s.parts_sent);
+        if (MASS) send(part, &s.part_mass[rank * share + bin], mass, &s.parts_sent);
+        receive(&s.parts_sent, search, BYTES);
+        uint32_t count = 0;
+        u64 total = 0;
+        for (uint32_t r = 0; r < n_blocks; r++) {
+            count += s.part_count[r * share + bin];
+            if (MASS) total += s.part_mass[r * share + bin];
+        }
+        send(part, &s.total_count[rank * share + bin], count, &s.totals_sent);
+        if (MASS) send(part, &s.total_mass[rank * share + bin], total, &s.totals_sent);
+        receive(&s.totals_sent, search++, BYTES);
     }
 
     // `low`, or better a logit that n tokens surely reach.
@@ -331,8 +379,7 @@ __device__ Cut find_cut(Row& row, float max, float scale, float low, const Weigh
     u64 from = 0, above = 0;
     uint32_t shift = 0, n_steps = BINS;  // of 2^shift each, from `from`
     for (bool by_value = true;; by_value = false) {
-        const uint32_t t = row.search++ % 2;
-        s.count[t][threadIdx.x] = 0, s.mass_low[t][threadIdx.x] = 0, s.mass_high[t][threadIdx.x] = 0;
+        s.count[threadIdx.x] = 0, s.mass_low[threadIdx.x] = 0, s.mass_high[threadIdx.x] = 0;
         __syncthreads();
         // Not before the barrier: the threads have read the last round's.
         if (threadIdx.x == 0) s.crossed = 0;
@@ -340,8 +387,8 @@ __device__ Cut find_cut(Row& row, float max, float scale, float low, const Weigh
             row.each([&](uint32_t, float x) {
                 if (x < low) return;
                 const uint32_t bin = cut.bin_of(x);
-                if (!MASS) atomicAdd(&s.count[t][bin], 1);
-                if (MASS) add64(&s.mass_low[t][bin], &s.mass_high[t][bin], weigh(x));
+                if (!MASS) atomicAdd(&s.count[bin], 1);
+                if (MASS) add64(&s.mass_low[bin], &s.mass_high[bin], weigh(x));
             });
         } else {
             row.each([&](uint32_t i, float x) {
@@ -349,33 +396,26 @@ __device__ Cut find_cut(Row& row, float max, float scale, float low, const Weigh
                 const u64 step = (Cut::rank_of(x, row.first + i) - from) >> shift;
                 if (step >= n_steps) return;
                 const uint32_t bin = n_steps - 1 - uint32_t(step);
-                atomicAdd(&s.count[t][bin], 1);
-                if (MASS) add64(&s.mass_low[t][bin], &s.mass_high[t][bin], weigh(x));
+                atomicAdd(&s.count[bin], 1);
+                if (MASS) add64(&s.mass_low[bin], &s.mass_high[bin], weigh(x));
             });
         }
-        cluster_sync();
+        __syncthreads();
+        row.sum_bins<MASS>();
         // Bin i of the whole row in thread i, and the sum of the bins up to it.
-        u64 mine = 0;
-        uint32_t n = 0;
-#pragma unroll 8
-        for (uint32_t r = 0; r < row.n_blocks; r++) {
-            n += *of_block(&s.count[t][threadIdx.x], r);
-            if (MASS) {
-                mine += u64(*of_block(&s.mass_high[t][threadIdx.x], r)) << 32;
-                mine += *of_block(&s.mass_low[t][threadIdx.x], r);
-            }
-        }
-        if (!MASS) mine = n;
+        const uint32_t n = s.total_count[threadIdx.x];
+        const u64 mine = MASS ? s.total_mass[threadIdx.x] : n;
         u64 sum = mine;
-        const int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
             const u64 other = shuffle_up(sum, d);
             if (lane >= d) sum += other;
         }
-        if (lane == 31) s.warp[threadIdx.x / 32] = sum;
+        if (lane == 31) s.warp[warp] = sum;
         __syncthreads();
-        for (uint32_t w = 0; w < threadIdx.x / 32; w++) sum += s.warp[w];
+#pragma unroll
+        for (int w = 0; w < WARPS - 1; w++) sum += w < warp ? s.warp[w] : 0;
         sum += above;
         if (sum - mine < target && sum >= target) s.above = sum - mine, s.bin = threadIdx.x, s.bin_count = n, s.crossed = 1;
         __syncthreads();
@@ -442,39 +482,53 @@ __device__ uint32_t draw(Row& row, float low, const Weigh& weigh, u64 random) {
     if (row.rank == owner) {
         uint32_t w = 0;
         for (; w < WARPS - 1 && target >= s.warp[w]; w++) target -= s.warp[w];
-        // Four times 128 tokens at once, as their scans wait long for each other's lanes.
+        // The piece of 128 tokens, four at once as their sums wait long for the other lanes; then the token.
+        const auto piece = [&](uint32_t at) {
+            const uint32_t i = at + lane * 4;
+            return i < end ? *reinterpret_cast<const float4*>(row.values + i) : make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
+        };
+        uint32_t found = begin;
         for (uint32_t at = begin; w == warp && at < end; at += 512) {
-            u64 mine[4][4], upto[4];
+            u64 sums[4];
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const uint32_t i = at + c * 128 + lane * 4;
-                float4 v = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-                if (i < end) v = *reinterpret_cast<const float4*>(row.values + i);
-                mine[c][0] = weigh(in(v.x)), mine[c][1] = weigh(in(v.y)), mine[c][2] = weigh(in(v.z)), mine[c][3] = weigh(in(v.w));
-                upto[c] = mine[c][0] + mine[c][1] + mine[c][2] + mine[c][3];
+                const float4 v = piece(at + c * 128);
+                Mass mass;
+                mass.add(weigh, in(v.x)), mass.add(weigh, in(v.y)), mass.add(weigh, in(v.z)), mass.add(weigh, in(v.w));
+                sums[c] = mass.total();
             }
+#pragma unroll
+            for (int d = 16; d > 0; d /= 2) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) sums[c] += __shfl_xor_sync(~0u, sums[c], d);
+            }
+            int c = 0;
+#pragma unroll
+            for (int next = 1; next < 4; next++)
+                if (c == next - 1 && target >= sums[next - 1]) target -= sums[next - 1], c = next;
+            found = at + c * 128;
+            if (c < 3 || target < sums[3]) break;
+            target -= sums[3];
+        }
+        if (w == warp) {
+            const float4 v = piece(found);
+            const u64 mine[4] = {weigh(in(v.x)), weigh(in(v.y)), weigh(in(v.z)), weigh(in(v.w))}, here = mine[0] + mine[1] + mine[2] + mine[3];
+            u64 upto = here;
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) {
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    const u64 other = shuffle_up(upto[c], d);
-                    if (lane >= d) upto[c] += other;
-                }
+                const u64 other = shuffle_up(upto, d);
+                if (lane >= d) upto += other;
             }
+            u64 sum = upto - here;
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                u64 sum = upto[c] - mine[c][0] - mine[c][1] - mine[c][2] - mine[c][3];
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    // At most one token of all has the target in its part of the sum.
-                    if (target - sum < mine[c][j]) s.token = row.first + at + c * 128 + lane * 4 + j;
-                    sum += mine[c][j];
-                }
-                target -= __shfl_sync(~0u, upto[c], 31);
+            for (int j = 0; j < 4; j++) {
+                // True of one token of all: the difference wraps for those behind it.
+                if (target - sum < mine[j]) s.token = row.first + found + lane * 4 + j;
+                sum += mine[j];
             }
         }
-        __syncthreads();
     }
+    __syncthreads();
     return uint32_t(row.exchange(s.token)[owner][0]);
 }
 
@@ -611,27 +665,30 @@ __device__ void report_top(Row& row, uint32_t n, const Best& best, const LogSum&
             s.top[at] = u64(key_of(x)) << 32 | uint32_t(~(row.first + i));
         }
     });
-    cluster_sync();
-    if (row.rank == 0) {
-        uint32_t total = 0;
-        for (uint32_t r = 0; r < row.n_blocks; r++) {
-            const uint32_t count = *of_block(&s.n_top, r);
-            if (threadIdx.x < count) s.merged[total + threadIdx.x] = of_block(s.top, r)[threadIdx.x];
-            total += count;
-        }
-        __syncthreads();
-        if (threadIdx.x < total) {
-            const u64 mine = s.merged[threadIdx.x];
-            uint32_t better = 0;
-            for (uint32_t i = 0; i < total; i++) better += s.merged[i] > mine;
-            ids[better] = uint32_t(~mine);
-            logprobs[better] = log_sum.of(value_of(uint32_t(mine >> 32)));
-        } else if (threadIdx.x < n) {
-            ids[threadIdx.x] = NONE;
-            logprobs[threadIdx.x] = -INFINITY;
-        }
+    __syncthreads();
+    const uint32_t n_mine = s.n_top;
+    const u64 mine = threadIdx.x < n_mine ? s.top[threadIdx.x] : 0;
+    __syncthreads();
+    const auto counts = row.exchange(n_mine);
+    uint32_t before = 0, total = 0;
+    for (uint32_t r = 0; r < row.n_blocks; r++) {
+        before += r < row.rank ? uint32_t(counts[r][0]) : 0;
+        total += uint32_t(counts[r][0]);
     }
-    cluster_sync();
+    // All blocks have read their lists, and the first one's now takes all.
+    if (threadIdx.x < n_mine) send(0, &s.top[before + threadIdx.x], mine, &s.top_sent);
+    if (row.rank != 0) return;
+    receive(&s.top_sent, 0, total * 8);
+    if (threadIdx.x < total) {
+        const u64 mine = s.top[threadIdx.x];
+        uint32_t better = 0;
+        for (uint32_t i = 0; i < total; i++) better += s.top[i] > mine;
+        ids[better] = uint32_t(~mine);
+        logprobs[better] = log_sum.of(value_of(uint32_t(mine >> 32)));
+    } else if (threadIdx.x < n) {
+        ids[threadIdx.x] = NONE;
+        logprobs[threadIdx.x] = -INFINITY;
+    }
 }
 
 struct Answer {
@@ -662,8 +719,7 @@ __device__ __forceinline__ Row row_of(Shared& s, uint8_t* memory, uint32_t n_voc
 }
 
 __device__ void answer(const Batch& b, uint32_t index, Row& row) {
-    // Another block's memory may be touched once that block has begun.
-    cluster_arrive();
+    cluster_arrive(row.s);
     pdl_wait();
     pdl_trigger();
     const Request& r = b.requests[index];
@@ -719,7 +775,7 @@ __device__ void answer(const Batch& b, uint32_t index, Row& row) {
 }
 
 __device__ void answer_greedy(const Batch& b, uint32_t index, Row& row) {
-    cluster_arrive();
+    cluster_arrive(row.s);
     pdl_wait();
     pdl_trigger();
     const Request& r = b.requests[index];

@@ -7,11 +7,22 @@ enum Act { SILU, GELU_TANH, GELU };
 // x * logistic(y); 0 at large negative y.
 __device__ __forceinline__ float logistic_product(float x, float y) { return __fdividef(x, 1.0f + __expf(-y)); }
 
+// (1 + erf(x / sqrt 2)) / 2, accurate also in the tails: the fit of activation.rs, cheaper than erfcf.
+__device__ __forceinline__ float normal_cdf(float x) {
+    const float z = fabsf(x) * 0.70710678f, t = __fdividef(1.0f, fmaf(z, 0.5f, 1.0f));
+    float fit = 0.17087276f;
+    fit = fmaf(fit, t, -0.82215226f), fit = fmaf(fit, t, 1.4885159f), fit = fmaf(fit, t, -1.135204f);
+    fit = fmaf(fit, t, 0.27886808f), fit = fmaf(fit, t, -0.18628806f), fit = fmaf(fit, t, 0.09678418f);
+    fit = fmaf(fit, t, 0.37409195f), fit = fmaf(fit, t, 1.0000237f), fit = fmaf(fit, t, -1.2655122f);
+    const float tail = 0.5f * t * __expf(fmaf(-z, z, fit));
+    return x > 0.0f ? 1.0f - tail : tail;
+}
+
 template <Act ACT> __device__ __forceinline__ float apply(float x) {
     if (ACT == SILU) return logistic_product(x, x);
     // (1 + tanh u) / 2 = logistic(2u), which has no cancellation; u = sqrt(2/pi) (x + 0.044715 x^3).
     if (ACT == GELU_TANH) return logistic_product(x, x * (1.0f + 0.044715f * x * x) * (2.0f * 0.7978845608f));
-    return 0.5f * x * erfcf(x * -0.70710678118f);
+    return x * normal_cdf(x);
 }
 
 // out[row][i] = act(gate_up[row][i]) * gate_up[row][cols + i]: eight columns.
@@ -53,21 +64,27 @@ __device__ void gated(const T* gate_up, O* out, float* scales, uint32_t cols) {
     }
 }
 
-// One block a row; the products wait in registers for the row's largest. cols at most 32 * block.
-// scales f32[rows]. grid (rows), block min(1024, ceil(cols / 8)) threads rounded up to 32.
-template <typename T, Act ACT> __device__ void gated_fp8_token(const T* gate_up, fp8* out, float* scales, uint32_t cols) {
+// One block a row; the products wait in registers for the row's largest. cols at most 8 * V * block.
+// scales f32[rows]. grid (rows), block ceil(cols / 8 / V) threads rounded up to 32, at most 1024.
+template <typename T, Act ACT, int V>
+__device__ void gated_fp8_token(const T* gate_up, fp8* out, float* scales, uint32_t cols) {
     __shared__ float partial[32];
-    constexpr int V = 4;
     pdl_wait();
     pdl_trigger();
     const size_t row = blockIdx.x;
-    float y[V][8], amax = 0.0f;
+    Vec<T, 8> gate[V], up[V];
 #pragma unroll
     for (int v = 0; v < V; v++) {
         const uint32_t i = (v * blockDim.x + threadIdx.x) * 8;
         if (i >= cols) break;
-        products<T, ACT>(y[v], load_vec<T, 8>(gate_up + row * 2 * cols + i),
-                         load_vec<T, 8>(gate_up + row * 2 * cols + cols + i));
+        gate[v] = load_vec<T, 8>(gate_up + row * 2 * cols + i);
+        up[v] = load_vec<T, 8>(gate_up + row * 2 * cols + cols + i);
+    }
+    float y[V][8], amax = 0.0f;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        if ((v * blockDim.x + threadIdx.x) * 8 >= cols) break;
+        products<T, ACT>(y[v], gate[v], up[v]);
         amax = fmaxf(amax, amax8(y[v]));
     }
     amax = warp_max(amax);
@@ -92,7 +109,11 @@ template <typename T, Act ACT> __device__ void gated_fp8_token(const T* gate_up,
     }                                                                                                                 \
     extern "C" __global__ void __launch_bounds__(1024)                                                               \
         NAME##_fp8_token(const T* gate_up, fp8* out, float* scales, uint32_t cols) {                                  \
-        gated_fp8_token<T, ACT>(gate_up, out, scales, cols);                                                          \
+        gated_fp8_token<T, ACT, 2>(gate_up, out, scales, cols);                                                       \
+    }                                                                                                                 \
+    extern "C" __global__ void __launch_bounds__(1024)                                                               \
+        NAME##_fp8_token_wide(const T* gate_up, fp8* out, float* scales, uint32_t cols) {                             \
+        gated_fp8_token<T, ACT, 4>(gate_up, out, scales, cols);                                                       \
     }
 #define GATED(T)                                                                                                     \
     GATED_ACT(silu_##T, T, SILU) GATED_ACT(gelu_tanh_##T, T, GELU_TANH) GATED_ACT(gelu_##T, T, GELU)

@@ -76,38 +76,33 @@ __device__ __forceinline__ uint32_t hash(uint32_t seed, size_t index) {
     return x ^ x >> 16;
 }
 
-template <typename T> __device__ __forceinline__ void store16(T* to, const float (&x)[16]) {
-    constexpr int N = 16 / sizeof(T);
+template <typename T, int N> __device__ __forceinline__ void store(T* to, const float (&x)[N]) {
+    Vec<T, N> v;
 #pragma unroll
-    for (int i = 0; i < 16; i += N) {
-        Vec<T, N> v;
-#pragma unroll
-        for (int j = 0; j < N; j++) v.at[j] = from_f32<T>(x[i + j]);
-        store_vec(to + i, v);
-    }
+    for (int j = 0; j < N; j++) v.at[j] = from_f32<T>(x[j]);
+    store_vec(to, v);
 }
-template <> __device__ __forceinline__ void store16<fp8>(fp8* to, const float (&x)[16]) {
-    uint4 q;
-    q.x = to_fp8x4(x[0], x[1], x[2], x[3]), q.y = to_fp8x4(x[4], x[5], x[6], x[7]);
-    q.z = to_fp8x4(x[8], x[9], x[10], x[11]), q.w = to_fp8x4(x[12], x[13], x[14], x[15]);
-    *reinterpret_cast<uint4*>(to) = q;
+template <> __device__ __forceinline__ void store<fp8, 16>(fp8* to, const float (&x)[16]) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(to_fp8x4(x[0], x[1], x[2], x[3]), to_fp8x4(x[4], x[5], x[6], x[7]),
+                                               to_fp8x4(x[8], x[9], x[10], x[11]), to_fp8x4(x[12], x[13], x[14], x[15]));
 }
 
 // Dummy weights: element i is uniform in [-range, range), from 16 bits of the hash of (seed, i / 2). n a multiple of 16, `out`
 // aligned to 16 bytes. grid: any, best a few blocks a multiprocessor; block 256.
 template <typename T> __device__ void fill_uniform(T* out, size_t n, uint32_t seed, float range) {
-    const size_t step = size_t(gridDim.x) * blockDim.x * 16;
+    constexpr int N = 16 / sizeof(T);
+    const size_t step = size_t(gridDim.x) * blockDim.x * N;
     const float unit = range / 32768.0f;
-    for (size_t i = (size_t(blockIdx.x) * blockDim.x + threadIdx.x) * 16; i < n; i += step) {
-        float x[16];
+    for (size_t i = (size_t(blockIdx.x) * blockDim.x + threadIdx.x) * N; i < n; i += step) {
+        float x[N];
 #pragma unroll
-        for (int j = 0; j < 16; j += 2) {
+        for (int j = 0; j < N; j += 2) {
             const uint32_t bits = hash(seed, (i + j) / 2);
             // 2^23 + b, as a float's bits: cheaper than a conversion of b.
             x[j] = (__uint_as_float(0x4B000000u | (bits & 0xFFFFu)) - 8421376.0f) * unit;
             x[j + 1] = (__uint_as_float(0x4B000000u | bits >> 16) - 8421376.0f) * unit;
         }
-        store16<T>(out + i, x);
+        store<T, N>(out + i, x);
     }
 }
 

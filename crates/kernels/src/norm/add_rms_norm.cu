@@ -96,7 +96,8 @@ __device__ void add_rms_norm(const T* delta, T* residual, const float* weight, O
     }
 }
 
-#define ADD_RMS_NORM(NAME, T, V)                                                                                     \
+// `..._wide` for more than 8192 columns.
+#define ADD_RMS_NORM_V(NAME, T, V)                                                                                   \
     extern "C" __global__ void __launch_bounds__(1024)                                                               \
         NAME(const T* delta, T* residual, const float* weight, T* out, float eps, uint32_t rows, uint32_t cols) {      \
         add_rms_norm<T, T, PLAIN, V>(delta, residual, weight, out, nullptr, eps, rows, cols);                         \
@@ -107,9 +108,12 @@ __device__ void add_rms_norm(const T* delta, T* residual, const float* weight, O
              uint32_t cols) {                                                                                         \
         add_rms_norm<T, fp8, OUT, V>(delta, residual, weight, out, scales, eps, rows, cols);                          \
     }
-ADD_RMS_NORM(add_rms_norm_bf16, bf16, 2)
-ADD_RMS_NORM(add_rms_norm_f16, f16, 2)
-ADD_RMS_NORM_FP8(add_rms_norm_bf16_fp8_token, bf16, FP8_TOKEN, 2)
-ADD_RMS_NORM_FP8(add_rms_norm_f16_fp8_token, f16, FP8_TOKEN, 2)
-ADD_RMS_NORM_FP8(add_rms_norm_bf16_fp8_group, bf16, FP8_GROUP, 2)
-ADD_RMS_NORM_FP8(add_rms_norm_f16_fp8_group, f16, FP8_GROUP, 2)
+#define ADD_RMS_NORM(NAME, T)                                                                                        \
+    ADD_RMS_NORM_V(NAME, T, 1)                                                                                       \
+    ADD_RMS_NORM_V(NAME##_wide, T, 2)                                                                                \
+    ADD_RMS_NORM_FP8(NAME##_fp8_token, T, FP8_TOKEN, 1)                                                              \
+    ADD_RMS_NORM_FP8(NAME##_fp8_token_wide, T, FP8_TOKEN, 2)                                                         \
+    ADD_RMS_NORM_FP8(NAME##_fp8_group, T, FP8_GROUP, 1)                                                              \
+    ADD_RMS_NORM_FP8(NAME##_fp8_group_wide, T, FP8_GROUP, 2)
+ADD_RMS_NORM(add_rms_norm_bf16, bf16)
+ADD_RMS_NORM(add_rms_norm_f16, f16)

@@ -5,7 +5,7 @@
 struct RopeWriteKv {
     void* qkv;               // [n_tokens][(heads + 2 * kv_heads) * dim] of T
     const float2* cos_sin;   // [max_positions][rotary_dim / 2] of (cos, sin); null: no rotation
-    const float* q_norm;     // f32[dim]; null: no norm of q and k
+    const float* q_norm;     // f32[dim]; `..._norm_...` only
     const float* k_norm;     // f32[dim]
     const int32_t* positions;    // [n_tokens]; negative: padding, the cache is left alone
     const int32_t* token_slot;   // [n_tokens]
@@ -48,7 +48,7 @@ template <> __device__ __forceinline__ void store4<fp8>(fp8* to, const float* x,
 // grid (n_tokens, y), block a multiple of 32 threads: heads are dealt to y * block / LANES groups of threads.
 // Positions, slots and tables are read before the wait for earlier kernels of the stream: what writes them must be complete
 // before the chain of overlapping kernels begins.
-template <typename T, typename C, int LANES, int N> __device__ void rope_write_kv(const RopeWriteKv& a) {
+template <typename T, typename C, bool NORM, int LANES, int N> __device__ void rope_write_kv(const RopeWriteKv& a) {
     const uint32_t token = blockIdx.x, lane = threadIdx.x % LANES;
     const uint32_t n_groups = gridDim.y * (blockDim.x / LANES);
     const uint32_t group = blockIdx.y * (blockDim.x / LANES) + threadIdx.x / LANES;
@@ -93,7 +93,10 @@ template <typename T, typename C, int LANES, int N> __device__ void rope_write_k
             float x[8];
 #pragma unroll
             for (int j = 0; j < 8; j++) x[j] = has ? to_f32(loaded[n][j / 4].at[j % 4]) : 0.0f;
-            if (a.q_norm) {
+            if (NORM) {
+                const float* w = head < a.heads ? a.q_norm : a.k_norm;
+                Vec<float, 4> weight[2];
+                if (in) weight[0] = load_vec<float, 4>(w + first), weight[1] = load_vec<float, 4>(w + second);
                 float sum = 0.0f;
 #pragma unroll
                 for (int j = 0; j < 8; j++) sum += x[j] * x[j];
@@ -101,10 +104,8 @@ template <typename T, typename C, int LANES, int N> __device__ void rope_write_k
                 for (int d = LANES / 2; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
                 const float scale = rsqrtf(sum / float(a.dim) + a.eps);
                 if (has && head < n_qk) {
-                    const float* weight = head < a.heads ? a.q_norm : a.k_norm;
-                    const Vec<float, 4> u = load_vec<float, 4>(weight + first), v = load_vec<float, 4>(weight + second);
 #pragma unroll
-                    for (int j = 0; j < 4; j++) x[j] *= scale * u.at[j], x[4 + j] *= scale * v.at[j];
+                    for (int j = 0; j < 8; j++) x[j] *= scale * weight[j / 4].at[j % 4];
                 }
             }
             if (!has) continue;
@@ -140,11 +141,16 @@ template <typename T, typename C, int LANES, int N> __device__ void rope_write_k
     }
 }
 
-// dim <= 64: ..._64, <= 128: ..._128, <= 256: ..._256.
-#define ROPE_WRITE_KV(NAME, T, C)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(512) NAME##_64(const RopeWriteKv a) { rope_write_kv<T, C, 8, 2>(a); }   \
-    extern "C" __global__ void __launch_bounds__(512) NAME##_128(const RopeWriteKv a) { rope_write_kv<T, C, 16, 2>(a); } \
-    extern "C" __global__ void __launch_bounds__(512) NAME##_256(const RopeWriteKv a) { rope_write_kv<T, C, 32, 2>(a); }
+// dim <= 64: ..._64, <= 128: ..._128, <= 256: ..._256; with the norm of q and k ..._norm_64 and so on.
+#ifndef ROPE_N
+#define ROPE_N 2
+#endif
+#define ROPE_DIM(NAME, T, C, NORM, DIM)                                                                              \
+    extern "C" __global__ void __launch_bounds__(512) NAME##_##DIM(const RopeWriteKv a) {                             \
+        rope_write_kv<T, C, NORM, DIM / 8, ROPE_N>(a);                                                                \
+    }
+#define ROPE(NAME, T, C, NORM) ROPE_DIM(NAME, T, C, NORM, 64) ROPE_DIM(NAME, T, C, NORM, 128) ROPE_DIM(NAME, T, C, NORM, 256)
+#define ROPE_WRITE_KV(NAME, T, C) ROPE(NAME, T, C, false) ROPE(NAME##_norm, T, C, true)
 ROPE_WRITE_KV(rope_write_kv_bf16, bf16, bf16)
 ROPE_WRITE_KV(rope_write_kv_f16, f16, f16)
 ROPE_WRITE_KV(rope_write_kv_bf16_fp8, bf16, fp8)

@@ -2,42 +2,29 @@
 //
 // Each block of the cluster holds a run of the row's logits in its shared memory, so that the row is read once; what the
 // blocks find (best token, mass, histograms) they exchange through each other's shared memory. Masses of tokens are integers
-// (the weight exp((x - max) / temperature), at most 1, times 2^44), so that sums do not depend on their order and the filters
-// and the draw agree exactly on what is kept.
+// (the weight exp((x - max) / temperature), at most 1, times 2^44), so that sums do not depend on their order: the filters
+// and the draw agree exactly on what is kept, and the size of the cluster changes no result.
 //
-// Differences to the CPU for equal logits: weights are within some 1e-6 of its f32 ones, and those below 2^-45 (31 / temperature
-// below the best logit) are 0. A draw or the end of top-p differs only where that moves a boundary across the random number.
-// Counts of the frequency penalty stop at 28,672.
+// Differences to the CPU for equal logits: weights are within some 1e-6 of its f32 ones, and those below 2^-45 (more than
+// 31 * temperature below the best logit) are 0. A draw or the end of top-p differs only where that moves a boundary across the
+// random number. Counts of the frequency penalty stop at 28,672.
 //
 // Without clusters (before sm_90) one block takes the row and keeps its copy in `scratch`.
-#include "../cuda/common.cuh"
+#include "row.cuh"
 
 namespace {
 
-typedef unsigned long long u64;
-
-#ifndef SAMPLE_THREADS
-#define SAMPLE_THREADS 512
+#ifndef SAMPLE_BLOCKS
+#define SAMPLE_BLOCKS 2
 #endif
-#ifndef SAMPLE_CLUSTER
-#define SAMPLE_CLUSTER 8
+#ifndef GREEDY_BLOCKS
+#define GREEDY_BLOCKS 2
 #endif
-
-constexpr int THREADS = SAMPLE_THREADS;
-constexpr int WARPS = THREADS / 32;
-constexpr int BINS = 512;
-constexpr int MAX_TOP = 128;
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-constexpr int CLUSTER = SAMPLE_CLUSTER;
-#else
-constexpr int CLUSTER = 1;
+#ifndef GREEDY_LOADS
+#define GREEDY_LOADS 8
 #endif
-
-constexpr uint32_t NONE = ~0u;
-constexpr uint32_t POSITIVE_INFINITY = 0xFF800000u;  // keys, see key_of
-constexpr uint32_t NEGATIVE_INFINITY = 0x007FFFFFu;
-constexpr float GREEDY_BELOW = 1e-5f;
 constexpr uint32_t ID_BITS = 18;  // vocabularies up to 262,144
+constexpr float GREEDY_BELOW = 1e-5f, LOWEST = -3.402823466e38f;
 
 // Bits of Request::flags.
 constexpr uint32_t SET_LAST_TOKEN = 1, APPEND = 2, LOGPROBS = 4;
@@ -71,7 +58,7 @@ struct Bias {
 
 // What all requests share.
 struct Batch {
-    const float* logits;        // rows of `stride` elements, the first n_vocab valid; stride a multiple of 4, rows 16-byte aligned
+    const float* logits;        // rows of `stride` elements (a multiple of 4), the first n_vocab valid; 16-byte aligned
     uint64_t stride;
     const Request* requests;
     const uint32_t* masks;      // rows of ceil(n_vocab / 32) words: bit t % 32 of word t / 32 allows token t
@@ -83,159 +70,52 @@ struct Batch {
     // Result of request i, `result_stride` words: token, corrupt (0 or 1), log-probability (f32), rank, then
     // (result_stride - 4) / 2 ids of the best tokens and as many log-probabilities; id NONE where there are fewer.
     uint32_t* results;
-    uint8_t* scratch;           // 6 * n_vocab rounded up to 128 bytes a request; before sm_90 only
+    uint8_t* scratch;           // (6 * n_vocab + 255) / 128 * 128 bytes a request; before sm_90 only
     uint64_t history_stride;
     uint32_t result_stride;
     uint32_t n_vocab;
 };
 
-// Order of floats as order of integers; -0 is +0, and a NaN of either sign is above everything.
-__device__ __forceinline__ uint32_t key_of(float x) {
-    const uint32_t bits = __float_as_uint(__fadd_rn(x, 0.0f));
-    return bits ^ (uint32_t(int32_t(bits) >> 31) | 0x80000000u);
-}
-__device__ __forceinline__ float value_of(uint32_t key) {
-    return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-
-// --- the cluster ---
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank = 0;
-    if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#else
-    __syncthreads();
-#endif
-}
-__device__ __forceinline__ void cluster_sync() {
-    cluster_arrive();
-    cluster_wait();
-}
-// The address of another block's instance of a shared variable.
-template <typename P> __device__ __forceinline__ P* of_block(P* p, uint32_t rank) {
-#if __CUDA_ARCH__ >= 900
-    u64 out;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(out) : "l"(reinterpret_cast<u64>(p)), "r"(rank));
-    return reinterpret_cast<P*>(out);
-#else
-    return p;
-#endif
-}
-
-struct Shared {
-    u64 mass[2][BINS];
-    uint32_t count[2][BINS];
-    // Written by the other blocks, one value each; two, so that one barrier an exchange is enough.
-    u64 exchange[2][CLUSTER];
-    u64 warp[WARPS];
-    u64 top[MAX_TOP];
-    u64 merged[MAX_TOP];
-    // Where a search crossed its target.
-    u64 above;
-    uint32_t bin, bin_count, crossed;
-    uint32_t n_top;
-    u64 token;
-};
-
-__device__ __forceinline__ u64 shuffle_up(u64 x, int d) { return __shfl_up_sync(~0u, x, d); }
-
-struct Max {
-    static __device__ u64 warp(u64 x) {
-        const uint32_t high = __reduce_max_sync(~0u, uint32_t(x >> 32));
-        const uint32_t low = __reduce_max_sync(~0u, uint32_t(x >> 32) == high ? uint32_t(x) : 0);
-        return u64(high) << 32 | low;
-    }
-    static __device__ u64 of(u64 a, u64 b) { return a > b ? a : b; }
-};
-struct Sum {
-    static __device__ u64 warp(u64 x) {
-#pragma unroll
-        for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
-        return x;
-    }
-    static __device__ u64 of(u64 a, u64 b) { return a + b; }
-};
-
-// Everything a block needs to take part in the steps below.
-struct Row {
-    Shared& s;
-    float* values;     // this block's run, slice elements; beyond the vocabulary -inf
-    uint32_t* counts;  // two 16-bit counters a word, for the same tokens; penalties only
-    uint32_t slice;    // a multiple of 32
-    uint32_t first;    // token of values[0]
-    uint32_t rank;
-    uint32_t turn;     // of the exchanges
-    uint32_t search;   // of the histograms
-
-    // Gives the value that a block's first warp holds to all blocks. The returned array, by rank, is good until the exchange
-    // after the next.
-    __device__ const u64* exchange(u64 mine) {
-        const uint32_t t = turn++ % 2;
-        if (threadIdx.x < CLUSTER) *of_block(&s.exchange[t][rank], threadIdx.x) = mine;
-        cluster_sync();
-        return s.exchange[t];
-    }
-
-    // The reduction over all threads of the cluster, the same in all of them.
-    template <typename Op> __device__ u64 reduce(u64 x) {
-        x = Op::warp(x);
-        if (threadIdx.x % 32 == 0) s.warp[threadIdx.x / 32] = x;
-        __syncthreads();
-        if (threadIdx.x < 32) x = Op::warp(threadIdx.x < WARPS ? s.warp[threadIdx.x] : 0);
-        const u64* all = exchange(x);
-        x = all[0];
-#pragma unroll
-        for (int i = 1; i < CLUSTER; i++) x = Op::of(x, all[i]);
-        return x;
-    }
-
-    // Calls f(index, value) for this block's tokens, each thread for its own, always the same ones.
-    template <typename F> __device__ __forceinline__ void each(F f) {
-        for (uint32_t i = threadIdx.x * 4; i < slice; i += THREADS * 4) {
-            const float4 v = *reinterpret_cast<const float4*>(values + i);
-            f(i, v.x), f(i + 1, v.y), f(i + 2, v.z), f(i + 3, v.w);
-        }
-    }
-
-    // The best token: key in the upper half, ~id in the lower, so that the lowest id wins a tie.
-    __device__ u64 best() {
-        uint32_t key = 0, id = NONE;
-        each([&](uint32_t i, float x) {
-            const uint32_t k = key_of(x);
-            if (k > key) key = k, id = first + i;
-        });
-        return reduce<Max>(u64(key) << 32 | uint32_t(~id));
-    }
-};
-
-__device__ __forceinline__ bool is_corrupt(u64 best) {
-    return uint32_t(best >> 32) >= POSITIVE_INFINITY || uint32_t(best >> 32) <= NEGATIVE_INFINITY;
-}
-
-// Weight of a token, as an integer.
+// The weight of a token times 2^44, rounded to the nearest, as two parts of 22 bits: full-rate instructions, where a conversion
+// to a 64-bit integer is not.
 struct Weigh {
     float max, factor;  // log2(e) / temperature
-    __device__ __forceinline__ u64 operator()(float x) const {
+    __device__ __forceinline__ void parts(float x, uint32_t& high, int32_t& low) const {
+        constexpr float MAGIC = 12582912.0f, UNIT = 4194304.0f;  // 1.5 * 2^23, whose last bit is 1; 2^22
         float w;
         asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(w) : "f"((x - max) * factor));
-        return __float2ull_rn(w * 17592186044416.0f);
+        const float a = __fmaf_rn(w, UNIT, MAGIC);
+        const float rest = __fmaf_rn(w, UNIT, -__fsub_rn(a, MAGIC));
+        high = __float_as_uint(a) - 0x4B400000u;
+        low = int32_t(__float_as_uint(__fmaf_rn(rest, UNIT, MAGIC)) - 0x4B400000u);
+    }
+    __device__ __forceinline__ u64 operator()(float x) const {
+        uint32_t high;
+        int32_t low;
+        parts(x, high, low);
+        return (u64(high) << 22) + int64_t(low);
     }
 };
 
-// Tokens that a filter keeps: all of better bins, and those of `bin` that are at least `least`.
+// A sum of up to 512 weights.
+struct Mass {
+    uint32_t high = 0;
+    int32_t low = 0;
+    __device__ __forceinline__ void add(const Weigh& weigh, float x) {
+        uint32_t h;
+        int32_t l;
+        weigh.parts(x, h, l);
+        high += h, low += l;
+    }
+    __device__ __forceinline__ u64 total() const { return (u64(high) << 22) + int64_t(low); }
+};
+
+// Tokens that a filter keeps: all of better bins, and those of `bin` that are at least `least`. Bins are equal steps of value
+// below the maximum.
 struct Cut {
     float max, scale;
     uint32_t bin;
+    float bottom, top;  // bounds of the bin's values, a little wider than rounding can make them
     u64 least;
 
     __device__ __forceinline__ uint32_t bin_of(float x) const { return uint32_t(fminf((max - x) * scale, float(BINS - 1))); }
@@ -243,91 +123,85 @@ struct Cut {
     static __device__ __forceinline__ u64 rank_of(float x, uint32_t id) {
         return u64(key_of(x)) << ID_BITS | (((1u << ID_BITS) - 1) - id);
     }
+    __device__ void set_bin(uint32_t b, float low) {
+        bin = b;
+        const float near = float(b) / scale, far = float(b + 1) / scale, slack = (fabsf(max) + far) * 0x1p-21f;
+        top = fminf(max, max - near + slack);
+        bottom = b == BINS - 1 ? low : fmaxf(low, max - far - slack);
+    }
     __device__ __forceinline__ bool keeps(float x, uint32_t id) const {
+        if (x > top || x < bottom) return x > top;
         const uint32_t b = bin_of(x);
         return b < bin || (b == bin && rank_of(x, id) >= least);
     }
 };
 
 // 64-bit addition in shared memory, which the hardware has for 32 bits only. The final value does not depend on the order.
-__device__ __forceinline__ void add64(u64* to, u64 x) {
-    uint32_t* half = reinterpret_cast<uint32_t*>(to);
-    const uint32_t low = uint32_t(x), old = atomicAdd(half, low);
-    const uint32_t high = uint32_t(x >> 32) + (old + low < old ? 1 : 0);
-    if (high) atomicAdd(half + 1, high);
+__device__ __forceinline__ void add64(uint32_t* low, uint32_t* high, u64 x) {
+    const uint32_t old = atomicAdd(low, uint32_t(x));
+    const uint32_t carry = uint32_t(x >> 32) + (old + uint32_t(x) < old ? 1 : 0);
+    if (carry) atomicAdd(high, carry);
 }
 
-// Finds the best tokens, in order, whose number (or with MASS weight) reaches `target`, among those of at least `low`. Each
-// round sorts what is in question into bins, sums them over the cluster, and goes on with the bin in which the target lies:
-// first by equal steps of value below the maximum, then by bits of value and id.
+// Finds the best tokens, in order, whose number (or with MASS weight) reaches `target`, among those of at least `low`, which
+// may miss some that do not matter. Each round sorts what is in question into bins, sums them over the cluster, and goes on
+// with the bin in which the target lies: first by steps of value, then by bits of value and id.
 template <bool MASS>
 __device__ Cut find_cut(Row& row, float max, float scale, float low, const Weigh& weigh, u64 target) {
     Shared& s = row.s;
-    Cut cut = {max, scale, BINS - 1, 0};
+    Cut cut = {max, scale, BINS - 1, low, low, 0};
     u64 from = 0, above = 0;
     uint32_t shift = 0, n_steps = BINS;  // of 2^shift each, from `from`
     for (bool by_value = true;; by_value = false) {
-        u64* mass = s.mass[row.search % 2];
-        uint32_t* count = s.count[row.search % 2];
-        row.search++;
-        for (uint32_t i = threadIdx.x; i < BINS; i += THREADS) mass[i] = 0, count[i] = 0;
-        if (threadIdx.x == 0) s.crossed = 0;
+        s.count[threadIdx.x] = 0, s.mass_low[threadIdx.x] = 0, s.mass_high[threadIdx.x] = 0;
         __syncthreads();
-        row.each([&](uint32_t i, float x) {
-            if (x < low) return;
-            uint32_t bin = cut.bin_of(x);
-            if (!by_value) {
-                if (bin != cut.bin) return;
+        // Not before the barrier: the threads have read the last round's.
+        if (threadIdx.x == 0) s.crossed = 0;
+        if (by_value) {
+            row.each([&](uint32_t, float x) {
+                if (x < low) return;
+                const uint32_t bin = cut.bin_of(x);
+                if (!MASS) atomicAdd(&s.count[bin], 1);
+                if (MASS) add64(&s.mass_low[bin], &s.mass_high[bin], weigh(x));
+            });
+        } else {
+            row.each([&](uint32_t i, float x) {
+                if (x < cut.bottom || x > cut.top || cut.bin_of(x) != cut.bin) return;
                 const u64 step = (Cut::rank_of(x, row.first + i) - from) >> shift;
                 if (step >= n_steps) return;
-                bin = n_steps - 1 - uint32_t(step);
-            }
-            atomicAdd(count + bin, 1);
-            if (MASS) {
-                const u64 w = weigh(x);
-                if (w) add64(mass + bin, w);
-            }
-        });
-        cluster_sync();
-        // Bin i of the whole row in thread i, and the sum of the bins up to it.
-        u64 mine = 0;
-        uint32_t n = 0;
-        if (threadIdx.x < BINS) {
-#pragma unroll
-            for (int r = 0; r < CLUSTER; r++) {
-                n += *of_block(count + threadIdx.x, r);
-                if (MASS) mine += *of_block(mass + threadIdx.x, r);
-            }
+                const uint32_t bin = n_steps - 1 - uint32_t(step);
+                atomicAdd(&s.count[bin], 1);
+                if (MASS) add64(&s.mass_low[bin], &s.mass_high[bin], weigh(x));
+            });
         }
-        if (!MASS) mine = n;
+        __syncthreads();
+        row.sum_bins<MASS>();
+        // Bin i of the whole row in thread i, and the sum of the bins up to it.
+        const uint32_t n = s.total_count[threadIdx.x];
+        const u64 mine = MASS ? s.total_mass[threadIdx.x] : n;
         u64 sum = mine;
-        const int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
             const u64 other = shuffle_up(sum, d);
             if (lane >= d) sum += other;
         }
-        if (lane == 31) s.warp[threadIdx.x / 32] = sum;
+        if (lane == 31) s.warp[warp] = sum;
         __syncthreads();
-        for (int w = 0; w < int(threadIdx.x / 32); w++) sum += s.warp[w];
+#pragma unroll
+        for (int w = 0; w < WARPS - 1; w++) sum += w < warp ? s.warp[w] : 0;
         sum += above;
-        if (threadIdx.x < BINS && sum - mine < target && sum >= target) {
-            s.above = sum - mine, s.bin = threadIdx.x, s.bin_count = n, s.crossed = 1;
-        }
+        if (sum - mine < target && sum >= target) s.above = sum - mine, s.bin = threadIdx.x, s.bin_count = n, s.crossed = 1;
         __syncthreads();
         // Fewer tokens than asked for: all are kept.
         if (!s.crossed) return cut;
         above = s.above;
         const uint32_t bin = s.bin, n_in_bin = s.bin_count;
         if (by_value) {
-            cut.bin = bin;
-            // Bounds of the bin's values, a little wider than rounding can make them.
-            const float near = float(bin) / scale, far = float(bin + 1) / scale;
-            const float slack = (fabsf(max) + far) * 0x1p-21f;
-            const uint32_t top = key_of(fminf(max, max - near + slack));
-            const uint32_t bottom = bin == BINS - 1 ? key_of(low) : key_of(max - far - slack);
-            from = u64(bottom) << ID_BITS;
-            const int bits = 64 - __clzll(((u64(top - bottom) + 1) << ID_BITS) - 1);
+            cut.set_bin(bin, low);
+            from = u64(key_of(cut.bottom)) << ID_BITS;
+            const u64 range = (u64(key_of(cut.top) - key_of(cut.bottom)) + 1) << ID_BITS;
+            const int bits = 64 - __clzll(range - 1);
             shift = bits > 9 ? bits - 9 : 0;
         } else {
             from += u64(n_steps - 1 - bin) << shift;
@@ -338,8 +212,6 @@ __device__ Cut find_cut(Row& row, float max, float scale, float low, const Weigh
         }
         // The whole bin is kept: it has one token, or ends at the target.
         if (n_in_bin == 1 || (!MASS && above + n_in_bin == target)) return cut;
-        // A thread may not enter the next round's writes while another still reads.
-        __syncthreads();
     }
 }
 
@@ -365,72 +237,100 @@ __device__ uint32_t draw(Row& row, float low, const Weigh& weigh, u64 random) {
     // Each warp has a run of its own.
     const uint32_t run = (row.slice + 128 * WARPS - 1) / (128 * WARPS) * 128;
     const uint32_t begin = warp * run, end = min(begin + run, row.slice);
-    const auto weight = [&](float x) { return x >= low ? weigh(x) : 0; };
-    u64 sum = 0;
+    const auto in = [&](float x) { return x >= low ? x : -INFINITY; };
+    Mass mass;
     for (uint32_t i = begin + lane * 4; i < end; i += 128) {
         const float4 v = *reinterpret_cast<const float4*>(row.values + i);
-        sum += weight(v.x) + weight(v.y) + weight(v.z) + weight(v.w);
+        mass.add(weigh, in(v.x)), mass.add(weigh, in(v.y)), mass.add(weigh, in(v.z)), mass.add(weigh, in(v.w));
     }
-    sum = Sum::warp(sum);
+    u64 sum = warp_sum64(mass.total());
     if (lane == 0) s.warp[warp] = sum;
     __syncthreads();
-    if (warp == 0) sum = Sum::warp(lane < WARPS ? s.warp[lane] : 0);
-    const u64* all = row.exchange(sum);
+    if (warp == 0) sum = warp_sum64(lane < WARPS ? s.warp[lane] : 0);
+    const auto all = row.exchange(sum);
     u64 total = 0;
-#pragma unroll
-    for (int r = 0; r < CLUSTER; r++) total += all[r];
+    for (uint32_t r = 0; r < row.n_blocks; r++) total += all[r][0];
     u64 target = __umul64hi(random, total);
-    int owner = 0;
-    for (; owner < CLUSTER - 1 && target >= all[owner]; owner++) target -= all[owner];
-    if (int(row.rank) == owner) {
+    uint32_t owner = 0;
+    for (; owner + 1 < row.n_blocks && target >= all[owner][0]; owner++) target -= all[owner][0];
+    if (row.rank == owner) {
         uint32_t w = 0;
         for (; w < WARPS - 1 && target >= s.warp[w]; w++) target -= s.warp[w];
-        for (uint32_t i = begin + lane * 4; w == warp && i - lane * 4 < end; i += 128) {
-            float4 v = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-            if (i < end) v = *reinterpret_cast<const float4*>(row.values + i);
-            const u64 mine[4] = {weight(v.x), weight(v.y), weight(v.z), weight(v.w)};
-            u64 upto = mine[0] + mine[1] + mine[2] + mine[3];
-            const u64 here = upto;
+        // The piece of 128 tokens, four at once as their sums wait long for the other lanes; then the token.
+        const auto piece = [&](uint32_t at) {
+            const uint32_t i = at + lane * 4;
+            return i < end ? *reinterpret_cast<const float4*>(row.values + i) : nothing4();
+        };
+        uint32_t found = begin;
+        for (uint32_t at = begin; w == warp && at < end; at += 512) {
+            u64 sums[4];
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const float4 v = piece(at + c * 128);
+                Mass mass;
+                mass.add(weigh, in(v.x)), mass.add(weigh, in(v.y)), mass.add(weigh, in(v.z)), mass.add(weigh, in(v.w));
+                sums[c] = mass.total();
+            }
+#pragma unroll
+            for (int d = 16; d > 0; d /= 2) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) sums[c] += __shfl_xor_sync(~0u, sums[c], d);
+            }
+            int c = 0;
+#pragma unroll
+            for (int next = 1; next < 4; next++)
+                if (c == next - 1 && target >= sums[next - 1]) target -= sums[next - 1], c = next;
+            found = at + c * 128;
+            if (c < 3 || target < sums[3]) break;
+            target -= sums[3];
+        }
+        if (w == warp) {
+            const float4 v = piece(found);
+            const u64 mine[4] = {weigh(in(v.x)), weigh(in(v.y)), weigh(in(v.z)), weigh(in(v.w))};
+            const u64 here = mine[0] + mine[1] + mine[2] + mine[3];
+            u64 upto = here;
 #pragma unroll
             for (int d = 1; d < 32; d *= 2) {
                 const u64 other = shuffle_up(upto, d);
                 if (lane >= d) upto += other;
             }
-            const u64 whole = __shfl_sync(~0u, upto, 31);
-            if (target < whole) {
-                u64 sum = upto - here;
-                if (target >= sum && target < upto) {
-                    uint32_t j = 0;
-                    for (; target >= sum + mine[j]; j++) sum += mine[j];
-                    s.token = row.first + i + j;
-                }
-                break;
+            u64 sum = upto - here;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                // True of one token of all: the difference wraps for those behind it.
+                if (target - sum < mine[j]) s.token = row.first + found + lane * 4 + j;
+                sum += mine[j];
             }
-            target -= whole;
         }
-        __syncthreads();
     }
-    return uint32_t(row.exchange(s.token)[owner]);
+    __syncthreads();
+    return uint32_t(row.exchange(s.token)[owner][0]);
 }
 
 // The token that the temperature and the filters lead to; the row is lost.
-__device__ uint32_t choose(Row& row, const Request& r, float max, uint32_t n_vocab) {
-    const float inv_t = 1.0f / r.temperature, scale = 16.0f * inv_t;
+__device__ uint32_t choose(Row& row, const Request& r, const Best& best, uint32_t n_vocab) {
+    const float max = best.logit(), inv_t = 1.0f / r.temperature, scale = 16.0f * inv_t;
     const Weigh weigh = {max, inv_t * 1.44269504f};
     const float floor = r.min_p > 0.0f ? __fadd_rn(max, __fmul_rn(r.temperature, logf(fminf(r.min_p, 1.0f)))) : -INFINITY;
-    const float low = fmaxf(floor, -3.402823466e38f);
+    const float low = fmaxf(floor, LOWEST);
     const auto keep = [&](const Cut& cut) {
         row.each([&](uint32_t i, float x) {
             if (x >= low && !cut.keeps(x, row.first + i)) row.values[i] = -INFINITY;
         });
     };
-    if (r.top_k > 0 && r.top_k < n_vocab) keep(find_cut<false>(row, max, scale, low, weigh, r.top_k));
+    if (r.top_k > 0 && r.top_k < n_vocab) {
+        keep(find_cut<false>(row, max, scale, row.at_least(r.top_k, best, low), weigh, r.top_k));
+    }
     if (r.top_p < 1.0f) {
-        u64 sum = 0;
-        row.each([&](uint32_t, float x) { sum += x >= low ? weigh(x) : 0; });
-        const u64 total = row.reduce<Sum>(sum);
-        const u64 wanted = __double2ull_ru(double(fmaxf(r.top_p, 0.0f)) * double(total));
-        keep(find_cut<true>(row, max, scale, low, weigh, wanted < 1 ? 1 : wanted > total ? total : wanted));
+        Mass mass;
+        row.each([&](uint32_t, float x) { mass.add(weigh, x >= low ? x : -INFINITY); });
+        const u64 total = row.sum(mass.total());
+        u64 wanted = __double2ull_ru(double(fmaxf(r.top_p, 0.0f)) * double(total));
+        wanted = wanted < 1 ? 1 : wanted > total ? total : wanted;
+        // All tokens of less than this weight together have less than what may be left out; twice that for rounding.
+        const float least = float(total - wanted) * 0x1p-45f / float(n_vocab);
+        const float from = fmaxf(low, max + r.temperature * logf(least));
+        keep(find_cut<true>(row, max, scale, from, weigh, wanted));
     }
     __syncthreads();
     return draw(row, low, weigh, random_bits(r.seed, r.position));
@@ -442,9 +342,15 @@ __device__ void adjust(Row& row, const Request& r, const Batch& b) {
     if (r.mask != NONE) {
         const uint32_t n_words = (b.n_vocab + 31) / 32;
         const uint32_t* mask = b.masks + size_t(r.mask) * n_words;
-        row.each([&](uint32_t i, float) {
-            const uint32_t word = (first + i) / 32;
-            if (word >= n_words || !(mask[word] >> i % 32 & 1)) row.values[i] = -INFINITY;
+        row.each4([&](uint32_t i, const float4& v) {
+            // Four tokens of one word, as `first` and i are multiples of 32 and 4.
+            const uint32_t word = (first + i) / 32, bits = word < n_words ? mask[word] >> i % 32 : 0;
+            float4 kept = v;
+            if (!(bits & 1)) kept.x = -INFINITY;
+            if (!(bits & 2)) kept.y = -INFINITY;
+            if (!(bits & 4)) kept.z = -INFINITY;
+            if (!(bits & 8)) kept.w = -INFINITY;
+            *reinterpret_cast<float4*>(row.values + i) = kept;
         });
     }
     __syncthreads();
@@ -464,7 +370,8 @@ __device__ void adjust(Row& row, const Request& r, const Batch& b) {
 
     // Per token: occurrences in the output, and bit 15 for the prompt.
     constexpr uint32_t IN_PROMPT = 0x8000, MOST = 0x7000;
-    for (uint32_t i = threadIdx.x; i < row.slice / 2; i += THREADS) row.counts[i] = 0;
+    for (uint32_t i = threadIdx.x * 4; i < row.slice / 2; i += THREADS * 4)
+        *reinterpret_cast<uint4*>(row.counts + i) = make_uint4(0, 0, 0, 0);
     __syncthreads();
     const uint32_t* history = b.history + size_t(r.slot) * b.history_stride;
     const uint32_t n_prompt = b.prompt_len[r.slot], n_all = n_prompt + b.output_len[r.slot];
@@ -480,52 +387,19 @@ __device__ void adjust(Row& row, const Request& r, const Batch& b) {
         }
     }
     __syncthreads();
-    row.each([&](uint32_t i, float x) {
-        const uint32_t state = row.counts[i / 2] >> i % 2 * 16 & 0xFFFF, count = min(state & 0x7FFF, MOST);
-        if (!state) return;
-        if (repeats) x = x > 0.0f ? x / r.repetition_penalty : x * r.repetition_penalty;
-        if (count) x = __fsub_rn(__fsub_rn(x, __fmul_rn(r.frequency_penalty, float(count))), r.presence_penalty);
-        row.values[i] = x;
-    });
-}
-
-// Reads this block's run of the row, each thread what `each` gives it: calls f(index, float4), with -inf beyond the
-// vocabulary.
-template <typename F> __device__ __forceinline__ void read_run(const Row& row, const float* logits, uint32_t n_vocab, F f) {
-    constexpr int N = 8;
-    for (uint32_t base = threadIdx.x * 4; base < row.slice; base += N * THREADS * 4) {
-        float4 v[N];
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            const uint32_t i = base + n * THREADS * 4;
-            v[n] = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
-            if (i < row.slice && row.first + i < n_vocab) v[n] = __ldcs(reinterpret_cast<const float4*>(logits + row.first + i));
-        }
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-            const uint32_t i = base + n * THREADS * 4, token = row.first + i;
-            if (token + 3 >= n_vocab) {
-                if (token + 1 >= n_vocab) v[n].y = -INFINITY;
-                if (token + 2 >= n_vocab) v[n].z = -INFINITY;
-                v[n].w = -INFINITY;
-            }
-            if (i < row.slice) f(i, v[n]);
+    for (uint32_t i = threadIdx.x * 2; i < row.slice / 2; i += THREADS * 2) {
+        const uint2 words = *reinterpret_cast<const uint2*>(row.counts + i);
+        if (!(words.x | words.y)) continue;
+        for (uint32_t j = 0; j < 4; j++) {
+            const uint32_t state = (j < 2 ? words.x : words.y) >> j % 2 * 16 & 0xFFFF, count = min(state & 0x7FFF, MOST);
+            if (!state) continue;
+            float x = row.values[2 * i + j];
+            if (repeats) x = x > 0.0f ? x / r.repetition_penalty : x * r.repetition_penalty;
+            if (count) x = __fsub_rn(__fsub_rn(x, __fmul_rn(r.frequency_penalty, float(count))), r.presence_penalty);
+            row.values[2 * i + j] = x;
         }
     }
 }
-
-struct Argmax {
-    uint32_t key = 0, id = NONE;
-    __device__ __forceinline__ void take(uint32_t first, const float4& v) {
-        const float x[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const uint32_t k = key_of(x[j]);
-            if (k > key) key = k, id = first + j;
-        }
-    }
-    __device__ __forceinline__ u64 packed() const { return u64(key) << 32 | uint32_t(~id); }
-};
 
 // Log-probabilities, by the sum of the raw weights.
 struct LogSum {
@@ -534,9 +408,9 @@ struct LogSum {
 };
 
 // Writes the `n` best tokens of the raw row, best first, to the result.
-__device__ void report_top(Row& row, uint32_t n, float max, const LogSum& log_sum, uint32_t* ids, float* logprobs) {
+__device__ void report_top(Row& row, uint32_t n, const Best& best, const LogSum& log_sum, uint32_t* ids, float* logprobs) {
     Shared& s = row.s;
-    const float low = -3.402823466e38f;
+    const float max = best.logit(), low = row.at_least(n, best, LOWEST);
     const Cut cut = find_cut<false>(row, max, 16.0f, low, Weigh{max, 1.0f}, n);
     if (threadIdx.x == 0) s.n_top = 0;
     __syncthreads();
@@ -546,27 +420,30 @@ __device__ void report_top(Row& row, uint32_t n, float max, const LogSum& log_su
             s.top[at] = u64(key_of(x)) << 32 | uint32_t(~(row.first + i));
         }
     });
-    cluster_sync();
-    if (row.rank == 0) {
-        uint32_t total = 0;
-        for (int r = 0; r < CLUSTER; r++) {
-            const uint32_t count = *of_block(&s.n_top, r);
-            if (threadIdx.x < count) s.merged[total + threadIdx.x] = of_block(s.top, r)[threadIdx.x];
-            total += count;
-        }
-        __syncthreads();
-        if (threadIdx.x < total) {
-            const u64 mine = s.merged[threadIdx.x];
-            uint32_t better = 0;
-            for (uint32_t i = 0; i < total; i++) better += s.merged[i] > mine;
-            ids[better] = uint32_t(~mine);
-            logprobs[better] = log_sum.of(value_of(uint32_t(mine >> 32)));
-        } else if (threadIdx.x < n) {
-            ids[threadIdx.x] = NONE;
-            logprobs[threadIdx.x] = -INFINITY;
-        }
+    __syncthreads();
+    const uint32_t n_mine = s.n_top;
+    const u64 mine = threadIdx.x < n_mine ? s.top[threadIdx.x] : 0;
+    __syncthreads();
+    const auto counts = row.exchange(n_mine);
+    uint32_t before = 0, total = 0;
+    for (uint32_t r = 0; r < row.n_blocks; r++) {
+        before += r < row.rank ? uint32_t(counts[r][0]) : 0;
+        total += uint32_t(counts[r][0]);
     }
-    cluster_sync();
+    // All blocks have read their lists, and the first one's now takes all.
+    if (threadIdx.x < n_mine) send(0, &s.top[before + threadIdx.x], mine, &s.top_sent);
+    if (row.rank != 0) return;
+    receive(&s.top_sent, 0, total * 8);
+    if (threadIdx.x < total) {
+        const u64 mine = s.top[threadIdx.x];
+        uint32_t better = 0;
+        for (uint32_t i = 0; i < total; i++) better += s.top[i] > mine;
+        ids[better] = uint32_t(~mine);
+        logprobs[better] = log_sum.of(value_of(uint32_t(mine >> 32)));
+    } else if (threadIdx.x < n) {
+        ids[threadIdx.x] = NONE;
+        logprobs[threadIdx.x] = -INFINITY;
+    }
 }
 
 struct Answer {
@@ -590,13 +467,8 @@ __device__ void finish(const Row& row, const Request& r, const Batch& b, uint32_
     }
 }
 
-__device__ __forceinline__ uint32_t slice_len(uint32_t n_vocab) { return ((n_vocab + CLUSTER - 1) / CLUSTER + 31) / 32 * 32; }
-
-__device__ void answer(const Batch& b, Shared& s, uint8_t* memory) {
-    const uint32_t index = blockIdx.x / CLUSTER, slice = slice_len(b.n_vocab), rank = cluster_rank();
-    // Another block's memory may be touched once that block has begun.
-    cluster_arrive();
-    Row row = {s, reinterpret_cast<float*>(memory), reinterpret_cast<uint32_t*>(memory + slice * 4), slice, rank * slice, rank, 0, 0};
+__device__ void answer(const Batch& b, uint32_t index, Row& row) {
+    cluster_arrive(row.s);
     pdl_wait();
     pdl_trigger();
     const Request& r = b.requests[index];
@@ -605,91 +477,90 @@ __device__ void answer(const Batch& b, Shared& s, uint8_t* memory) {
     const bool adjusted = r.mask != NONE || r.n_bias > 0 || r.repetition_penalty != 1.0f || r.presence_penalty != 0.0f ||
                           r.frequency_penalty != 0.0f;
     const bool greedy = r.temperature < GREEDY_BELOW || r.top_k == 1;
-    Argmax raw;
-    read_run(row, logits, b.n_vocab, [&](uint32_t i, const float4& v) {
-        raw.take(row.first + i, v);
+    Argmax mine;
+    read_run<8>(row, logits, b.n_vocab, [&](uint32_t i, const float4& v) {
+        const uint32_t token = row.first + i;
+        mine.take(token, v.x), mine.take(token + 1, v.y), mine.take(token + 2, v.z), mine.take(token + 3, v.w);
         *reinterpret_cast<float4*>(row.values + i) = v;
     });
     cluster_wait();
-    u64 best = row.reduce<Max>(raw.packed());
-    const float raw_max = value_of(uint32_t(best >> 32));
-    Answer answer = {r.forced == NONE ? 0 : r.forced, is_corrupt(best), 0.0f, 0};
+    const Best raw = row.best(mine);
+    Answer answer = {r.forced == NONE ? 0 : r.forced, raw.is_corrupt(), 0.0f, 0};
     LogSum log_sum = {};
     const bool wants_logprobs = r.flags & LOGPROBS;
     if (wants_logprobs && !answer.corrupt) {
-        const Weigh weigh = {raw_max, 1.44269504f};
-        u64 sum = 0;
-        row.each([&](uint32_t, float x) { sum += weigh(x); });
-        log_sum = {raw_max, log(double(row.reduce<Sum>(sum)) * 0x1p-44)};
+        const Weigh weigh = {raw.logit(), 1.44269504f};
+        Mass mass;
+        row.each([&](uint32_t, float x) { mass.add(weigh, x); });
+        log_sum = {raw.logit(), log(double(row.sum(mass.total())) * 0x1p-44)};
         uint32_t* top = b.results + size_t(index) * b.result_stride + 4;
         if (r.n_top > 0) {
-            report_top(row, min(r.n_top, uint32_t(MAX_TOP)), raw_max, log_sum, top,
+            report_top(row, min(r.n_top, uint32_t(MAX_TOP)), raw, log_sum, top,
                        reinterpret_cast<float*>(top + (b.result_stride - 4) / 2));
         }
     }
     if (r.forced == NONE && !answer.corrupt) {
+        Best best = raw;
         if (adjusted) {
             adjust(row, r, b);
-            best = row.best();
-            answer.corrupt = is_corrupt(best);
+            mine = Argmax();
+            row.each([&](uint32_t i, float x) { mine.take(row.first + i, x); });
+            best = row.best(mine);
+            answer.corrupt = best.is_corrupt();
         }
-        if (!answer.corrupt) answer.token = greedy ? ~uint32_t(best) : choose(row, r, value_of(uint32_t(best >> 32)), b.n_vocab);
+        if (!answer.corrupt) answer.token = greedy ? best.id() : choose(row, r, best, b.n_vocab);
     }
     if (wants_logprobs && !answer.corrupt) {
         // A forced token may lie outside the vocabulary of the logits.
         const float logit = answer.token < b.n_vocab ? logits[answer.token] : -INFINITY;
         uint32_t above = 0;
-        read_run(row, logits, b.n_vocab, [&](uint32_t, const float4& v) {
+        read_run<8>(row, logits, b.n_vocab, [&](uint32_t, const float4& v) {
             above += (v.x > logit) + (v.y > logit) + (v.z > logit) + (v.w > logit);
         });
-        answer.rank = uint32_t(row.reduce<Sum>(above)) + 1;
+        answer.rank = uint32_t(row.sum(above)) + 1;
         answer.logprob = log_sum.of(logit);
     }
     finish(row, r, b, index, answer);
 }
 
-__device__ void answer_greedy(const Batch& b, Shared& s) {
-    const uint32_t index = blockIdx.x / CLUSTER, slice = slice_len(b.n_vocab), rank = cluster_rank();
-    cluster_arrive();
-    Row row = {s, nullptr, nullptr, slice, rank * slice, rank, 0, 0};
+__device__ void answer_greedy(const Batch& b, uint32_t index, Row& row) {
+    cluster_arrive(row.s);
     pdl_wait();
     pdl_trigger();
     const Request& r = b.requests[index];
     if (r.logit == NONE) return cluster_wait();
-    Argmax raw;
-    read_run(row, b.logits + r.logit * b.stride, b.n_vocab,
-             [&](uint32_t i, const float4& v) { raw.take(row.first + i, v); });
+    Argmax mine;
+    read_run<GREEDY_LOADS>(row, b.logits + r.logit * b.stride, b.n_vocab, [&](uint32_t i, const float4& v) {
+        const uint32_t token = row.first + i;
+        mine.take(token, v.x), mine.take(token + 1, v.y), mine.take(token + 2, v.z), mine.take(token + 3, v.w);
+    });
     cluster_wait();
-    const u64 best = row.reduce<Max>(raw.packed());
-    const bool corrupt = is_corrupt(best);
-    finish(row, r, b, index, {corrupt ? 0 : ~uint32_t(best), corrupt, 0.0f, 0});
+    const Best best = row.best(mine);
+    finish(row, r, b, index, {best.is_corrupt() ? 0 : best.id(), best.is_corrupt(), 0.0f, 0});
 }
 
 }  // namespace
 
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-#define CLUSTER_DIMS __cluster_dims__(SAMPLE_CLUSTER, 1, 1)
-#else
-#define CLUSTER_DIMS
-#endif
-
-// Answers `gridDim.x / 8` requests (gridDim.x of them before sm_90). A slot may be in several, but only one of them may draw
-// with APPEND or penalties.
-// grid (8 * n_requests), block 512, dynamic shared memory: 4 bytes a token of a block's run (n_vocab / 8, rounded up to 32),
-// 6 where any request has penalties. Before sm_90: grid (n_requests), no dynamic shared memory, `scratch` instead.
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS) sample(const Batch b) {
+// Answers requests, each with a cluster of n = 1, 2, 4, 8 or 16 blocks. A slot may be in several requests, but only one of them
+// may draw with APPEND or penalties.
+// grid (n * n_requests), block 512, cluster (n) as a launch attribute (16 needs the function's attribute for non-portable
+// sizes); dynamic shared memory: slice * 4 bytes, slice = n_vocab / n rounded up to 32, or slice * 6 where any request has
+// penalties. Before sm_90: n = 1, no dynamic shared memory, `scratch` instead.
+extern "C" __global__ void __launch_bounds__(THREADS, SAMPLE_BLOCKS) sample(const Batch b) {
     __shared__ Shared s;
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(16) uint8_t memory[];
-    answer(b, s, memory);
+    Row row = row_of(s, memory, b.n_vocab);
 #else
-    answer(b, s, b.scratch + size_t(blockIdx.x) * ((size_t(b.n_vocab) * 6 + 255) / 128 * 128));
+    Row row = row_of(s, b.scratch + size_t(blockIdx.x) * ((size_t(b.n_vocab) * 6 + 255) / 128 * 128), b.n_vocab);
 #endif
+    answer(b, blockIdx.x / row.n_blocks, row);
 }
 
-// The same for requests that are greedy and have no mask, bias, penalty, log-probabilities or forced token. grid, block as above; no
-// dynamic shared memory.
-extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS) sample_greedy(const Batch b) {
+// The same for requests that are greedy and have no mask, bias, penalty, log-probabilities or forced token. Launched as above,
+// without dynamic shared memory.
+extern "C" __global__ void __launch_bounds__(THREADS, GREEDY_BLOCKS) sample_greedy(const Batch b) {
     __shared__ Shared s;
-    answer_greedy(b, s);
+    Row row = row_of(s, nullptr, b.n_vocab);
+    answer_greedy(b, blockIdx.x / row.n_blocks, row);
 }

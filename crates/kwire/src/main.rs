@@ -99,7 +99,11 @@ fn log_to_stderr(default: &str) {
         .init();
 }
 
-/// Runs `work` on a runtime of its own.
+/// Runs `work` on a runtime of its own, and waits for nothing else: blocking work, such as the engine's, ends with the
+/// process.
 fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(work)
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let result = runtime.block_on(work);
+    runtime.shutdown_background();
+    result
 }

@@ -1,6 +1,5 @@
 //! How the crates fit together: sockets first, then the model, then the engine on its thread, then requests.
 
-use std::future::pending;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,6 +19,9 @@ use crate::config::{self, ServeConfig};
 use crate::launch::{Opened, content_format};
 use crate::models;
 
+/// Time for the last answers after a fault of the engine.
+const FAULT_LIMIT: Duration = Duration::from_secs(5);
+
 /// A server in this process.
 pub struct Running {
     /// Its address, without /v1.
@@ -33,9 +35,10 @@ pub struct Running {
 pub async fn serve(config: ServeConfig) -> Result<()> {
     let name = config.model.served_names[0].clone();
     let started = Instant::now();
+    let mut signals = Signals::new()?;
     let mut running = tokio::select! {
         running = start(config) => running?,
-        () = signal() => return Ok(()),
+        () = signals.next() => return Ok(()),
     };
     tracing::info!("ready after {:.2} s: {}", started.elapsed().as_secs_f64(), running.base_url);
     tracing::info!(
@@ -44,18 +47,23 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
         running.base_url
     );
     tokio::select! {
-        () = signal() => {
+        () = signals.next() => {
             tracing::info!("draining: running answers go on, new requests are refused; a second signal ends at once");
             running.stop.notify_one();
             tokio::select! {
                 ended = &mut running.server => ended??,
-                () = signal() => return Err(anyhow!("stopped before all answers were complete")),
+                () = signals.next() => return Err(anyhow!("stopped before all answers were complete")),
             }
             tracing::info!("stopped");
             Ok(())
         }
         ended = &mut running.server => Ok(ended??),
-        ended = &mut running.engine => ended?.and_then(|()| Err(anyhow!("the engine stopped"))),
+        ended = &mut running.engine => {
+            // Open streams get their error events before the process ends.
+            running.stop.notify_one();
+            let _ = tokio::time::timeout(FAULT_LIMIT, &mut running.server).await;
+            ended?.and_then(|()| Err(anyhow!("the engine stopped")))
+        }
     }
 }
 
@@ -135,8 +143,8 @@ fn server_config(config: &ServeConfig) -> ServerConfig {
 
 fn ambient(clock: impl Fn() -> f64 + Send + Sync + 'static, seed: u64) -> Ambient {
     let now = wall_clock();
-    let entropy = u64::from(now.subsec_nanos()) ^ now.as_secs() << 30 ^ u64::from(std::process::id()) << 44 ^ seed;
-    Ambient::new(clock, || wall_clock().as_secs(), entropy)
+    let entropy = u64::from(now.subsec_nanos()) ^ now.as_secs() << 30 ^ u64::from(std::process::id()) << 44;
+    Ambient::new(clock, || wall_clock().as_secs(), entropy, seed)
 }
 
 /// Time since 1970.
@@ -154,19 +162,42 @@ fn url(address: SocketAddr) -> String {
     }
 }
 
-/// Resolves on SIGINT or SIGTERM.
-async fn signal() {
-    #[cfg(unix)]
-    {
+/// SIGINT and SIGTERM, from its making on: a second one is not lost while the first is answered.
+#[cfg(unix)]
+struct Signals {
+    interrupt: tokio::signal::unix::Signal,
+    terminate: tokio::signal::unix::Signal,
+}
+
+#[cfg(unix)]
+impl Signals {
+    fn new() -> Result<Self> {
         use tokio::signal::unix::{SignalKind, signal};
-        let Ok(mut terminate) = signal(SignalKind::terminate()) else { return pending().await };
+        Ok(Self { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+    }
+
+    /// The next of either.
+    async fn next(&mut self) {
         tokio::select! {
-            _ = tokio::signal::ctrl_c() => {}
-            _ = terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
         }
     }
-    #[cfg(not(unix))]
-    if tokio::signal::ctrl_c().await.is_err() {
-        pending().await
+}
+
+/// Ctrl-C.
+#[cfg(not(unix))]
+struct Signals;
+
+#[cfg(not(unix))]
+impl Signals {
+    fn new() -> Result<Self> {
+        Ok(Self)
+    }
+
+    async fn next(&mut self) {
+        if tokio::signal::ctrl_c().await.is_err() {
+            std::future::pending().await
+        }
     }
 }

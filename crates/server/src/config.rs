@@ -36,7 +36,7 @@ impl std::fmt::Debug for AuthConfig {
 #[derive(Debug, Clone)]
 pub struct WireLimits {
     /// Bytes of a request body. 32 MiB hold a prompt of about four million token ids; parsed JSON takes up to 16 times
-    /// that, so no more bodies than [`RequestPolicy::n_text_threads`] are parsed at a time.
+    /// that, so no more long bodies than [`RequestPolicy::n_text_threads`] are parsed at a time.
     pub body_bytes: usize,
     /// Seconds a client may take to send a body.
     pub body_timeout_s: f64,

@@ -10,10 +10,14 @@ use kwire_protocol::resume::Resume;
 use super::{Envelope, Service};
 use crate::config::GenerationConfig;
 use crate::error::ServiceError;
+use crate::model::ModelContext;
 use crate::text::StopSet;
 
 /// vLLM draws no colder than this (`_MAX_TEMP`), unless greedily: below, softmax overflows.
 const MIN_TEMPERATURE: f32 = 0.01;
+
+/// They went to the client before the stream moved; only whole prompts are scored.
+pub(crate) const NO_RESUMED_LOGPROBS: &str = "A resumed request has no log-probabilities of its prompt.";
 
 /// A prompt in tokens.
 #[derive(Clone, Default)]
@@ -87,6 +91,9 @@ impl Service {
         let resume = common.internal.resume.clone();
         if resume.is_some() && common.n != 1 {
             return Err(FieldError::new("kwire.resume", "Only requests with `n: 1` can be resumed.").into());
+        }
+        if resume.is_some() && common.prompt_logprobs.is_some() {
+            return Err(FieldError::new("prompt_logprobs", NO_RESUMED_LOGPROBS).into());
         }
         Ok(Plan {
             n: common.n,
@@ -178,17 +185,6 @@ impl Service {
         Ok(PreparedPrompt { tokens: tokens.into(), tags, text: None })
     }
 
-    /// Refuses a text that cannot fit, before it is tokenized.
-    pub(crate) fn check_text_len(&self, text: &str, truncate: Option<i64>, param: &str) -> Result<(), ServiceError> {
-        let limit = self.model.max_model_len;
-        let at_least = text.len() / self.model.tokenizer.longest_token();
-        // Normalization may shorten a text, hardly ever by half.
-        if truncate.is_none() && at_least / 2 >= limit {
-            return Err(too_long(limit, at_least, "at least ", param).into());
-        }
-        Ok(())
-    }
-
     /// The prompt of a stream that began elsewhere.
     pub(crate) fn resumed_prompt(&self, resume: &Resume) -> Result<PreparedPrompt, ServiceError> {
         let n_ids = self.model.n_vocab;
@@ -219,6 +215,22 @@ impl Plan {
             constraint: None,
         }
     }
+}
+
+/// Refuses a text that cannot fit, before it is tokenized.
+pub(crate) fn check_text_len(
+    model: &ModelContext,
+    text: &str,
+    truncate: Option<i64>,
+    param: &str,
+) -> Result<(), FieldError> {
+    let limit = model.max_model_len;
+    let at_least = text.len() / model.tokenizer.longest_token();
+    // Normalization may shorten a text, hardly ever by half.
+    if truncate.is_none() && at_least / 2 >= limit {
+        return Err(too_long(limit, at_least, "at least ", param));
+    }
+    Ok(())
 }
 
 fn too_long(limit: usize, n_prompt: usize, qualifier: &str, param: &str) -> FieldError {

@@ -98,7 +98,7 @@ impl Service {
         (policy, admission, ambient): (RequestPolicy, &AdmissionConfig, Ambient),
         pool: TextPool,
     ) -> Self {
-        let max_requests = admission.max_num_queued_reqs.unwrap_or(4 * model.capacity.max_num_seqs.max(1));
+        let max_requests = admission.max_num_queued_reqs.unwrap_or(usize::MAX);
         Self {
             model: Arc::new(model),
             link,

@@ -2,13 +2,11 @@
 
 use std::sync::Arc;
 
-use kwire_engine::model::checkpoint::GenerationDefaults;
 use kwire_engine::{PrefixTag, Request, RequestId, SampleParams, StopParams};
 use kwire_protocol::openai::{Common, FieldError};
 use kwire_protocol::resume::Resume;
 
 use super::{Envelope, Service};
-use crate::config::GenerationConfig;
 use crate::error::ServiceError;
 use crate::model::ModelContext;
 use crate::text::StopSet;
@@ -65,7 +63,7 @@ impl Service {
         envelope: &Envelope,
         logprobs: Option<u32>,
     ) -> Result<Plan, ServiceError> {
-        let defaults = self.defaults();
+        let defaults = self.model.generation;
         let eos = if common.ignore_eos { Vec::new() } else { self.model.eos_token_ids.clone() };
         let mut stop_token_ids = eos.clone();
         stop_token_ids.extend(common.stop_token_ids.iter().filter(|id| !eos.contains(id)));
@@ -111,14 +109,6 @@ impl Service {
         })
     }
 
-    /// Defaults by `--generation-config`.
-    fn defaults(&self) -> GenerationDefaults {
-        match self.policy.generation_config {
-            GenerationConfig::Auto => self.model.generation,
-            GenerationConfig::Vllm => GenerationDefaults::default(),
-        }
-    }
-
     /// Tokens that may follow a prompt of `n_prompt` tokens; an error if it does not fit.
     pub(crate) fn fit(
         &self,
@@ -145,7 +135,7 @@ impl Service {
                 return Err(FieldError::new(field, message).into());
             }
             Some(asked) => asked,
-            None => self.defaults().max_new_tokens.map_or(rest, |most| rest.min(most as usize)),
+            None => self.model.generation.max_new_tokens.map_or(rest, |most| rest.min(most as usize)),
         };
         if min_tokens > max_tokens {
             let message = format!("`min_tokens` must be at most `max_tokens` ({max_tokens}), got {min_tokens}.");

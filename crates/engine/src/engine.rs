@@ -127,6 +127,7 @@ impl<E: Executor> Engine<E> {
                 self.end(id, sequence, &reason);
             }
             Command::ResetPrefixCache => self.scheduler.cache.forget_free(),
+            Command::Ping(pong) => pong(),
             Command::Inspect(inspect) => inspect(&self.inspection()),
         }
     }

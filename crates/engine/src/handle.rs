@@ -20,7 +20,9 @@ pub enum Command {
     },
     /// Forget all cached prefixes that no sequence uses.
     ResetPrefixCache,
-    /// Run something on the engine thread between two steps: a ping, an integrity check.
+    /// Answer between two steps: the thread lives.
+    Ping(Box<dyn FnOnce() + Send>),
+    /// Look at the whole state between two steps, invariants included: for tests, it takes time in a large cache.
     Inspect(Box<dyn FnOnce(&Inspection) + Send>),
 }
 

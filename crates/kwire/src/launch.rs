@@ -8,22 +8,21 @@ use std::sync::mpsc::Receiver;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
 use kwire_engine::executor::local::LocalExecutor;
 use kwire_engine::handle::Command;
 use kwire_engine::model::checkpoint::{Checkpoint, GenerationDefaults, TokenizerSource};
 use kwire_engine::model::spec::{DecoderSpec, WeightNames};
 use kwire_engine::plan::{CacheConfig, FixedMemory, MemoryPlan};
-use kwire_engine::{Bytes, ConfigError, Engine, ReportSink, SchedulerConfig, SchedulingPolicy};
+use kwire_engine::{Bytes, ConfigError, Engine, ReportSink, SchedulerConfig};
 use kwire_kernels::cpu::CpuBackend;
 use kwire_kernels::{DType, KvDtype};
 use kwire_server::model::{Capacity, ModelContext};
 use kwire_server::text::assets;
-use kwire_server::text::template::ContentFormat;
 
 use crate::config::memory::available_memory;
-use crate::config::{self, GenerationConfig, MaxModelLen, ServeConfig};
+use crate::config::{self, GenerationConfig, LoadFormat, MaxModelLen, ServeConfig};
 
 /// Tokens of a step if the user says nothing: large enough for the matrix kernels, small enough that a running answer waits
 /// well under a second for a long prompt.
@@ -64,6 +63,7 @@ impl Phase {
 impl Opened {
     /// Opens the checkpoint and plans its memory.
     pub fn new(config: &ServeConfig, path: &Path) -> Result<Self> {
+        check_format(config.model.load_format, path)?;
         let phase = Phase::begin();
         let checkpoint = Checkpoint::open(path)?;
         let (spec, names) = checkpoint.family()?;
@@ -99,15 +99,11 @@ impl Opened {
         )
     }
 
-    /// Loads tokenizer and weights, side by side.
+    /// Loads the tokenizer, then the weights: whatever is wrong with the text side stops the start before the long part.
     pub fn load(self, config: &ServeConfig) -> Result<Loaded> {
-        std::thread::scope(|scope| {
-            let text = scope.spawn(|| self.text(config));
-            let executor = self.executor(config)?;
-            let model = text.join().expect("the tokenizer's thread does not panic")?;
-            let engine = Engine::new(self.limits.clone(), executor)?;
-            Ok(Loaded { engine, model })
-        })
+        let model = self.text(config)?;
+        let executor = self.executor(config)?;
+        Ok(Loaded { engine: Engine::new(self.limits, executor)?, model })
     }
 
     fn executor(&self, config: &ServeConfig) -> Result<LocalExecutor<CpuBackend>> {
@@ -126,17 +122,24 @@ impl Opened {
         Ok(executor)
     }
 
-    fn text(&self, config: &ServeConfig) -> Result<ModelContext> {
+    /// Builds tokenizer and chat template, and gathers what else the server must know of the model.
+    pub fn text(&self, config: &ServeConfig) -> Result<ModelContext> {
         let phase = Phase::begin();
-        let mut text = self.checkpoint.text()?;
-        if let Some(path) = &config.model.tokenizer {
-            let file = if path.is_dir() { path.join("tokenizer.json") } else { path.clone() };
-            text.tokenizer = TokenizerSource::Json(file);
-        }
-        let tokenizer = assets::tokenizer(&text)?;
+        let given = config.model.tokenizer.as_ref();
+        let given = given.map(|path| if path.is_dir() { path.join("tokenizer.json") } else { path.clone() });
+        let text = self.checkpoint.text_with(given)?;
+        let file = match &text.tokenizer {
+            TokenizerSource::Json(path) => path.as_path(),
+            TokenizerSource::Gguf(_) => self.checkpoint.path(),
+        };
+        let tokenizer = assets::tokenizer(&text)
+            .with_context(|| format!("{} can't be used; --tokenizer PATH gives another", file.display()))?;
         let requests = &config.requests;
-        let format = content_format(requests.content_format);
-        let template = assets::template(&text, requests.chat_template.as_deref(), format)?;
+        let template = assets::template(&text, requests.chat_template.as_deref(), requests.content_format)
+            .with_context(|| match &requests.chat_template {
+                Some(_) => "--chat-template can't be used".to_owned(),
+                None => format!("{}: --chat-template FILE gives another template", self.checkpoint.path().display()),
+            })?;
         let plan = &self.plan;
         let capacity = Capacity {
             max_num_seqs: self.limits.max_num_seqs,
@@ -158,7 +161,7 @@ impl Opened {
             generation: generation(config, text.generation)?,
             capacity,
         };
-        phase.end("built the tokenizer");
+        phase.end("built the tokenizer and the chat template");
         Ok(model)
     }
 }
@@ -179,12 +182,16 @@ impl Loaded {
     }
 }
 
-/// The server's word for how message content reaches the template.
-pub fn content_format(format: config::ContentFormat) -> ContentFormat {
-    match format {
-        config::ContentFormat::Auto => ContentFormat::Auto,
-        config::ContentFormat::String => ContentFormat::String,
-        config::ContentFormat::OpenAi => ContentFormat::Parts,
+/// Whether what was found is of the format that was asked for.
+fn check_format(wanted: LoadFormat, path: &Path) -> Result<()> {
+    match (wanted, path.is_dir()) {
+        (LoadFormat::Gguf, true) => {
+            bail!("--load-format gguf: {} is a folder; name the .gguf file, or leave the flag out", path.display())
+        }
+        (LoadFormat::Safetensors, false) => {
+            bail!("--load-format safetensors: {} is a file; name a model folder, or leave the flag out", path.display())
+        }
+        _ => Ok(()),
     }
 }
 
@@ -205,10 +212,7 @@ fn limits(config: &ServeConfig, max_model_len: usize) -> SchedulerConfig {
         chunked_prefill: engine.chunked_prefill,
         long_prefill_token_threshold: engine.long_prefill_token_threshold.unwrap_or(0),
         prefix_caching: engine.prefix_caching,
-        policy: match engine.policy {
-            config::Policy::Fcfs => SchedulingPolicy::Fcfs,
-            config::Policy::Priority => SchedulingPolicy::Priority,
-        },
+        policy: engine.policy,
     }
 }
 
@@ -219,12 +223,10 @@ fn cache_config(
     limits: &SchedulerConfig,
     available: usize,
 ) -> CacheConfig {
-    let dtype = match config.engine.kv_cache_dtype {
-        config::KvDtype::Bf16 => KvDtype::Bf16,
-        config::KvDtype::F16 => KvDtype::F16,
-        config::KvDtype::Auto if checkpoint.majority_dtype() == Some(DType::Bf16) => KvDtype::Bf16,
-        config::KvDtype::Auto => KvDtype::F16,
-    };
+    let dtype = config.engine.kv_cache_dtype.unwrap_or(match checkpoint.majority_dtype() {
+        Some(DType::Bf16) => KvDtype::Bf16,
+        _ => KvDtype::F16,
+    });
     let block_len = config.engine.block_size;
     let bytes = config.engine.kv_cache_bytes.map_or_else(
         || {
@@ -243,7 +245,7 @@ fn cache_config(
 fn generation(config: &ServeConfig, own: GenerationDefaults) -> Result<GenerationDefaults> {
     let base = match &config.requests.generation_config {
         GenerationConfig::Auto => own,
-        GenerationConfig::Vllm => GenerationDefaults::default(),
+        GenerationConfig::Neutral => GenerationDefaults::default(),
         GenerationConfig::Folder(folder) => GenerationDefaults::read(&folder.join("generation_config.json"))?,
     };
     let over = GenerationDefaults::parse(

@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     match dispatch(parsed) {
         Ok(code) => code,
         Err(e) => {
-            eprintln!("error: {e:#}");
+            eprintln!("error: {}", explain(&e));
             ExitCode::FAILURE
         }
     }
@@ -79,11 +79,23 @@ fn serve_command(
     }
     log_to_stderr("info");
     if resolved.config.dry_run {
-        block_on(serve::dry_run(resolved.config))?;
+        serve::dry_run(&resolved.config)?;
     } else {
         block_on(serve::serve(resolved.config))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// An error and its causes; a cause that the message above it ends with is left out.
+fn explain(e: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in e.chain().map(ToString::to_string).filter(|c| !c.is_empty()) {
+        if !text.ends_with(&cause) {
+            text += if text.is_empty() { "" } else { ": " };
+            text += &cause;
+        }
+    }
+    text
 }
 
 /// Sends log lines to standard error; `RUST_LOG` says which.
@@ -99,7 +111,11 @@ fn log_to_stderr(default: &str) {
         .init();
 }
 
-/// Runs `work` on a runtime of its own.
+/// Runs `work` on a runtime of its own, and waits for nothing else: blocking work, such as the engine's, ends with the
+/// process.
 fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(work)
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let result = runtime.block_on(work);
+    runtime.shutdown_background();
+    result
 }

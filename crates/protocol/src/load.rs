@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// Load and capacity of one replica.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// Requests being served; the one field vLLM's `/load` has.
+    /// The same as `in_flight`; the one field vLLM's `/load` has.
     pub server_load: u64,
     /// `loading`, `serving` or `draining`.
     pub state: ServerState,
@@ -15,9 +15,9 @@ pub struct LoadReport {
     pub waiting: u64,
     /// Prompt tokens of the waiting requests.
     pub waiting_tokens: u64,
-    /// Requests accepted and not ended, in the count that admission limits.
+    /// Sequences accepted and not ended, in the count that admission limits.
     pub in_flight: u64,
-    /// Requests accepted at most; more get 503.
+    /// Sequences accepted at most; more get 503.
     pub max_in_flight: u64,
     /// Share of the cache in use, 0 to 1.
     pub kv_usage: f64,
@@ -52,7 +52,7 @@ pub enum ServerState {
 }
 
 /// Prefix ids that a replica holds: all of them, or the changes since the version the caller named
-/// (`GET /load?since=VERSION`).
+/// (`GET /load?epoch=EPOCH&since=VERSION`).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PrefixReport {
     /// Changes with each process; a version of another epoch means nothing.
@@ -61,8 +61,8 @@ pub struct PrefixReport {
     pub version: u64,
     /// Whether `stored` is the whole set rather than changes.
     pub full: bool,
-    /// Ids that became available, oldest first.
+    /// Ids that became available, in no order.
     pub stored: Vec<u64>,
-    /// Ids that were evicted.
+    /// Ids that were evicted, in no order.
     pub evicted: Vec<u64>,
 }

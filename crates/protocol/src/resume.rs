@@ -1,21 +1,25 @@
 //! The internal request field `kwire`, between gateway and server: resume, prefix names, reporting.
 //!
-//! A gateway that asks for `report` finds an object `kwire` in each chunk ([`ChunkReport`]), records it, and strips it
-//! before the client sees it. When the replica goes, it sends the same request with [`Resume`] to another one, which
-//! continues the stream with exactly the text that is missing.
+//! A gateway that asks for `report` finds an object `kwire` in each chunk that carries tokens ([`ChunkReport`]),
+//! records it, and strips it before the client sees it. When the replica goes, it sends the same request with
+//! [`Resume`] to another one, which continues the stream with exactly the text that is missing.
 
 use serde::{Deserialize, Serialize};
+
+/// Prefix names in a request at most: one for every 128 tokens of a context of 131,072.
+pub const MAX_PREFIXES: usize = 1024;
 
 /// The value of the request field `kwire`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Internal {
-    /// Whether chunks carry a [`ChunkReport`].
+    /// Whether chunks that carry tokens also carry a [`ChunkReport`].
     pub report: bool,
     /// Continue a stream begun elsewhere.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resume: Option<Resume>,
-    /// The gateway's names for prefixes of the canonical text ([`crate::prefix`]), ascending by `end`.
+    /// The gateway's names for prefixes of the canonical text ([`crate::prefix`]), ascending by `end`, at most
+    /// [`MAX_PREFIXES`].
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub prefixes: Vec<PrefixName>,
 }
@@ -53,12 +57,12 @@ pub struct PrefixName {
 /// What a chunk tells the gateway.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChunkReport {
-    /// The tokens behind this chunk, those whose text is still held back not counted in.
+    /// The tokens read since the last chunk of the choice. The end of their text may still be held back.
     pub token_ids: Vec<u32>,
-    /// On the first chunk: the seed in use.
+    /// On the first such chunk of a choice: the seed in use.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
-    /// On the first chunk: the prompt.
+    /// On the first such chunk of a choice: the prompt.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prompt_token_ids: Option<Vec<u32>>,
 }

@@ -9,6 +9,20 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Seconds after which a refused client may try again: the time in which the `waiting` requests before it and one more
+/// are answered, if `completed` were in the last `over_s` seconds; at least 1, at most 60.
+///
+/// ```
+/// use kwire_server::admission::retry_after_s;
+/// assert_eq!(retry_after_s(9, 20, 10.0), 5); // two a second, ten to go
+/// assert_eq!(retry_after_s(1000, 1, 10.0), 60);
+/// assert_eq!(retry_after_s(9, 0, 0.0), 1); // nothing is known yet
+/// ```
+pub fn retry_after_s(waiting: usize, completed: usize, over_s: f64) -> u64 {
+    let wait_s = (waiting + 1) as f64 * over_s / completed.max(1) as f64;
+    wait_s.ceil().clamp(1.0, 60.0) as u64
+}
+
 /// Counts what is accepted and refuses the rest.
 pub struct Admission {
     max_requests: usize,

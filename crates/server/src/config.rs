@@ -1,4 +1,5 @@
-//! What the server can be told. Parsed and proven elsewhere; `Default` is what `kwire serve` does without flags.
+//! What the server can be told. Parsed and proven elsewhere; `Default` is what `kwire serve` does without flags, but for
+//! bounds that follow from the engine's.
 
 use crate::text::template::ContentFormat;
 
@@ -36,7 +37,7 @@ impl std::fmt::Debug for AuthConfig {
 #[derive(Debug, Clone)]
 pub struct WireLimits {
     /// Bytes of a request body. 32 MiB hold a prompt of about four million token ids; parsed JSON takes up to 16 times
-    /// that, so no more bodies than [`RequestPolicy::n_text_threads`] are parsed at a time.
+    /// that, so no more long bodies than [`RequestPolicy::n_text_threads`] are parsed at a time.
     pub body_bytes: usize,
     /// Seconds a client may take to send a body.
     pub body_timeout_s: f64,
@@ -66,8 +67,7 @@ impl Default for WireLimits {
 /// How much may be accepted at a time.
 #[derive(Debug, Clone, Default)]
 pub struct AdmissionConfig {
-    /// Sequences accepted and not ended, running or waiting (`--max-num-queued-reqs`). `None`: four times
-    /// `max_num_seqs`.
+    /// Sequences accepted and not ended, running or waiting (`--max-num-queued-reqs`). `None`: no bound.
     pub max_num_queued_reqs: Option<usize>,
     /// Prompt tokens of requests that have no token yet (`--max-num-queued-tokens`). `None`: no bound.
     pub max_num_queued_tokens: Option<usize>,
@@ -83,16 +83,6 @@ pub enum UnknownFields {
     Reject,
 }
 
-/// Where sampling defaults come from.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum GenerationConfig {
-    /// The model's `generation_config.json`, then OpenAI's defaults.
-    #[default]
-    Auto,
-    /// OpenAI's defaults alone.
-    Vllm,
-}
-
 /// What requests may ask for.
 #[derive(Debug, Clone)]
 pub struct RequestPolicy {
@@ -104,8 +94,6 @@ pub struct RequestPolicy {
     pub trust_request_chat_template: bool,
     /// Whether usage tells cached tokens (`--enable-prompt-tokens-details`).
     pub enable_prompt_tokens_details: bool,
-    /// `--generation-config`
-    pub generation_config: GenerationConfig,
     /// `--chat-template-content-format`; the model's template is compiled with it by the binary, too.
     pub content_format: ContentFormat,
     /// Threads for parsing, rendering and tokenizing.
@@ -119,7 +107,6 @@ impl Default for RequestPolicy {
             max_logprobs: 20,
             trust_request_chat_template: false,
             enable_prompt_tokens_details: false,
-            generation_config: GenerationConfig::Auto,
             content_format: ContentFormat::Auto,
             n_text_threads: 2,
         }

@@ -2,6 +2,7 @@
 
 use kwire_protocol::openai::FieldError;
 
+use crate::link::Lost;
 use crate::text::template::TemplateError;
 use crate::text::tokenizer::TokenizerError;
 
@@ -46,12 +47,26 @@ pub enum ServiceError {
     #[error("The server is shutting down.")]
     Draining,
     /// Too much is accepted already.
-    #[error("The server is at capacity ({}); try again later.", .0.label())]
-    Overloaded(Rejection),
+    #[error("The server is at capacity ({}); try again in {retry_after_s} s.", .rejection.label())]
+    Overloaded {
+        /// The bound that was reached.
+        rejection: Rejection,
+        /// When there may be room.
+        retry_after_s: u64,
+    },
     /// The engine failed this request.
     #[error("{0}")]
     Engine(String),
     /// The engine thread is gone.
     #[error("The engine has stopped.")]
     EngineStopped,
+}
+
+impl From<Lost> for ServiceError {
+    fn from(lost: Lost) -> Self {
+        match lost {
+            Lost::EngineStopped => Self::EngineStopped,
+            Lost::ShuttingDown => Self::Draining,
+        }
+    }
 }

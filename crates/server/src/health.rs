@@ -42,7 +42,7 @@ pub async fn check(link: &Link, ambient: &Ambient, config: &HealthConfig) -> Res
         return Ok(());
     }
     let (pong, answer) = oneshot::channel();
-    link.send(Command::Inspect(Box::new(move |_| {
+    link.send(Command::Ping(Box::new(move || {
         let _ = pong.send(()); // the prober may be gone
     })));
     match tokio::time::timeout(Duration::from_secs_f64(config.ping_timeout_s), answer).await {

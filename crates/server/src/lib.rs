@@ -6,7 +6,8 @@
 //! - [`link`] connects requests with the engine thread: commands out, one channel of step reports in.
 //!
 //! Invariants: every accepted request ends in exactly one terminal event; a request that nobody reads any more is ended
-//! in the engine at once; every queue is bounded by admission; time and randomness are passed in ([`Ambient`]).
+//! in the engine at once; every queue is bounded by open connections or admission; time and randomness are passed in
+//! ([`Ambient`]).
 
 pub mod admission;
 pub mod ambient;

@@ -23,7 +23,7 @@ pub struct ModelContext {
     pub n_vocab: usize,
     /// Tokens that end an answer.
     pub eos_token_ids: Vec<u32>,
-    /// What the checkpoint's `generation_config.json` says.
+    /// Sampling defaults, resolved: the checkpoint's, those given instead, or none.
     pub generation: GenerationDefaults,
     /// What the engine can hold.
     pub capacity: Capacity,

@@ -13,18 +13,19 @@ use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
 use kwire_engine::EngineHandle;
 use kwire_protocol::load::{LoadReport, ServerState};
+use kwire_protocol::openai::FieldError;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use crate::admission::lock;
 use crate::ambient::Ambient;
-use crate::config::ServerConfig;
+use crate::config::{ServerConfig, UnknownFields};
 use crate::error::ServiceError;
 use crate::health::{self, Illness};
-use crate::link::{Link, Lost, ReportReceiver, demux};
+use crate::link::{Link, ReportReceiver, demux};
 use crate::metrics::Metrics;
 use crate::model::ModelContext;
-use crate::service::Service;
+use crate::service::{Live, Service};
 use crate::text::TextPool;
 
 /// Names of unknown fields that are logged before the log stays silent.
@@ -162,7 +163,7 @@ impl Server {
             return;
         }
         tracing::warn!("ending the requests that did not finish within {} s", limit.as_secs_f64());
-        service.link.end_all(Lost::ShuttingDown);
+        service.link.end_all();
         // Clients that do not read hold their streams: give the others time for the last event.
         let _ = tokio::time::timeout(Duration::from_secs_f64(CLOSE_S), service.idle()).await;
     }
@@ -180,12 +181,14 @@ impl Inner {
         (state, phase.service.clone())
     }
 
-    /// The service, if it takes requests.
-    pub fn service(&self) -> Result<Arc<Service>, ServiceError> {
-        match self.phase() {
-            (ServerState::Serving, Some(service)) => Ok(service),
-            (ServerState::Draining, _) => Err(ServiceError::Draining),
-            _ => Err(ServiceError::Loading),
+    /// The service, if it takes requests. The request counts as live from here on: [`Server::drain`] takes the write
+    /// lock first, so it either refuses a request or waits for it.
+    pub fn service(&self) -> Result<(Arc<Service>, Live), ServiceError> {
+        let phase = self.phase.read().unwrap_or_else(PoisonError::into_inner);
+        match (phase.draining, &phase.service) {
+            (true, _) => Err(ServiceError::Draining),
+            (false, None) => Err(ServiceError::Loading),
+            (false, Some(service)) => Ok((Arc::clone(service), service.live())),
         }
     }
 
@@ -196,10 +199,11 @@ impl Inner {
         health::check(&service.link, &self.ambient, &self.config.health).await
     }
 
-    /// Counts names no one knows, and logs each once.
-    pub fn note_unknown(&self, names: &[String]) {
-        if names.is_empty() {
-            return;
+    /// Counts names no one knows, and logs each once; or refuses them, by policy.
+    pub fn check_unknown(&self, names: &[String]) -> Result<(), FieldError> {
+        let Some(first) = names.first() else { return Ok(()) };
+        if self.config.requests.unknown_fields == UnknownFields::Reject {
+            return Err(FieldError::new(first, format!("Unrecognized request field `{first}`.")));
         }
         self.metrics.unknown_fields.inc_by(names.len() as u64);
         let mut logged = lock(&self.logged);
@@ -208,6 +212,7 @@ impl Inner {
                 tracing::warn!(field = %name, "unknown request field; it is ignored");
             }
         }
+        Ok(())
     }
 
     /// Load and capacity, and prefixes since a version of an epoch.

@@ -119,6 +119,26 @@ async fn default_lengths() {
 }
 
 #[tokio::test]
+async fn picked_seeds_are_the_same_in_every_run() {
+    let mut runs = Vec::new();
+    for _ in 0..2 {
+        let fixture = Fixture::answering("x").await;
+        let mut seeds = Vec::new();
+        for asked in [Value::Null, json!(5), Value::Null] {
+            // Requests that name themselves, bring a seed or are refused take none of the sequence.
+            fixture.post("/v1/completions", &json!({"prompt": "Hi", "seed": asked, "request_id": "a"})).await;
+            fixture.post("/v1/completions", &json!({"prompt": "Hi", "model": "none"})).await;
+            let Seen::Add { seed, .. } = fixture.next_seen().await else { panic!() };
+            fixture.next_seen().await;
+            seeds.push(seed);
+        }
+        runs.push(seeds);
+    }
+    assert_eq!(runs[0], runs[1]);
+    assert!(runs[0][1] == 5 && runs[0][0] != runs[0][2], "{runs:?}");
+}
+
+#[tokio::test]
 async fn several_prompts_and_sequences() {
     let fixture = Fixture::answering("abc def").await;
     let body = complete(&json!({"prompt": ["one", "two", "three"], "n": 2, "stream": true}));

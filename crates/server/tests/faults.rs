@@ -23,6 +23,12 @@ async fn bad_requests_name_their_parameter() {
         body[name] = value;
         body
     };
+    let resumed = |name: &str, value: Value| {
+        let mut body = with(name, value);
+        body["kwire"] =
+            json!({"resume": {"prompt_token_ids": [5], "output_token_ids": [6], "seed": 1, "sent_chars": 0}});
+        body
+    };
     #[rustfmt::skip]
     let table: Vec<(&str, Value, u16, &str)> = vec![
         (CHAT, json!([]), 400, ""),
@@ -70,6 +76,16 @@ async fn bad_requests_name_their_parameter() {
         (CHAT, with("chat_template", json!("{{ 1 }}")), 400, "chat_template"),
         (CHAT, with("cache_salt", json!("")), 400, "cache_salt"),
         (CHAT, with("kwire", json!({"resume": 3})), 400, "kwire"),
+        (CHAT, with("kwire", json!({"prefixes": vec![json!({"id": 1, "end": 1}); 1025]})), 400, "kwire.prefixes"),
+        (CHAT, resumed("prompt_logprobs", json!(1)), 400, "prompt_logprobs"),
+        (COMPLETIONS, resumed("prompt_logprobs", json!(0)), 400, "prompt_logprobs"),
+        (COMPLETIONS, { let mut body = resumed("echo", json!(true)); body["logprobs"] = json!(1); body }, 400, "echo"),
+        (CHAT, with("messages", json!([{"role": "user", "content": "x".repeat(10_000_000)}])), 400, "messages"),
+        ("/tokenize", json!({"prompt": "x".repeat(10_000_000)}), 400, "prompt"),
+        ("/tokenize", json!({"messages": [{"role": "user", "content": "x".repeat(10_000_000)}]}), 400, "messages"),
+        ("/tokenize", json!({"prompt": "Hi", "model": "other"}), 404, "model"),
+        ("/tokenize", json!({"prompt": 3}), 400, "prompt"),
+        ("/detokenize", json!({"tokens": "x"}), 400, "tokens"),
         (COMPLETIONS, json!({}), 400, "prompt"),
         (COMPLETIONS, with("prompt", json!([])), 400, "prompt"),
         (COMPLETIONS, with("prompt", json!({})), 400, "prompt"),
@@ -159,6 +175,71 @@ async fn unknown_fields_warn_or_are_refused() {
     let fixture = Fixture::with(config, |_| Script::of(vec![])).await;
     let answer = fixture.post(COMPLETIONS, &body).await;
     assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("temprature")));
+    assert!(answer.headers.contains("x-kwire-unknown-fields: temprature,w?rld"), "{}", answer.headers);
+    let answer = fixture.post("/tokenize", &json!({"prompt": "Hi", "tokens": [1]})).await;
+    assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("tokens")));
+}
+
+#[tokio::test]
+async fn refusals_carry_the_headers_of_answers() {
+    let mut config = ServerConfig::default();
+    config.auth.api_keys = vec!["key".to_owned()];
+    let fixture = Fixture::with(config, |_| Script::of(vec![])).await;
+    let bad = json!({"prompt": "Hi", "temperature": -1, "temprature": 1}).to_string();
+    for (path, body, key, status, unknown) in [
+        (COMPLETIONS, bad.as_str(), "Bearer key", 400, true),
+        (COMPLETIONS, r#"{"prompt": "Hi", "model": "x", "temprature": 1}"#, "Bearer key", 404, true),
+        (COMPLETIONS, "{", "Bearer key", 400, false),
+        (COMPLETIONS, "{}", "Bearer none", 401, false),
+        ("/v1/nothing", "{}", "Bearer key", 404, false),
+        ("/tokenize", r#"{"temprature": 1}"#, "", 400, true),
+        ("/tokenize", r#"{"prompt": "Hi", "temprature": 1}"#, "", 200, true),
+        ("/detokenize", r#"{"tokens": [5], "temprature": 1}"#, "", 200, true),
+    ] {
+        let headers = [("content-type", "application/json"), ("x-request-id", "r1"), ("authorization", key)];
+        let answer = request(fixture.address, "POST", path, &headers, Some(body.as_bytes())).await;
+        assert_eq!(answer.status, status, "{path} {body}: {}", answer.body);
+        assert!(answer.headers.contains("x-request-id: r1"), "{path} {body}: {}", answer.headers);
+        let named = answer.headers.contains("x-kwire-unknown-fields: temprature");
+        assert_eq!(named, unknown, "{path} {body}: {}", answer.headers);
+    }
+}
+
+#[tokio::test]
+async fn tokenizing_takes_a_place_in_the_queue() {
+    let mut config = ServerConfig::default();
+    config.admission.max_num_queued_reqs = Some(1);
+    let script = Script { pause_after: Some(0), ..Script::of(vec![50]) };
+    let fixture = Fixture::with(config, move |_| script.clone()).await;
+    let ask = [("/tokenize", json!({"prompt": "Hi"})), ("/detokenize", json!({"tokens": [5]}))];
+    let running = fixture.open(COMPLETIONS, &json!({"prompt": "Hi"})).await;
+    assert!(matches!(fixture.next_seen().await, Seen::Add { .. }));
+    for (path, body) in &ask {
+        assert_eq!(fixture.post(path, body).await.status, 503, "{path}");
+    }
+    fixture.engine.send(Command::ResetPrefixCache).unwrap();
+    assert_eq!(read_answer(running).await.status, 200);
+    for (path, body) in ask.iter().chain(&ask) {
+        assert_eq!(fixture.post(path, body).await.status, 200, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn retry_after_follows_the_pace_of_answers() {
+    let mut config = ServerConfig::default();
+    config.admission.max_num_queued_reqs = Some(1);
+    let pause = |request: &kwire_engine::Request| (request.prompt.len() > 1).then_some(0);
+    let script = move |request: &kwire_engine::Request| Script { pause_after: pause(request), ..Script::of(vec![50]) };
+    let fixture = Fixture::with(config, script).await;
+    for second in [100.0_f64, 110.0] {
+        fixture.clock.store(second.to_bits(), Ordering::SeqCst);
+        assert_eq!(fixture.post(COMPLETIONS, &json!({"prompt": [1]})).await.status, 200);
+    }
+    let _running = fixture.open(COMPLETIONS, &json!({"prompt": [1, 2]})).await;
+    while !matches!(fixture.next_seen().await, Seen::Add { prompt, .. } if prompt.len() == 2) {}
+    let refused = fixture.post(COMPLETIONS, &json!({"prompt": [1]})).await;
+    assert_eq!(refused.status, 503);
+    assert!(refused.headers.lines().any(|l| l == "retry-after: 5"), "two answers in 10 s: {}", refused.headers);
 }
 
 #[tokio::test]
@@ -330,6 +411,77 @@ async fn running_streams_outlive_the_shutdown() {
 }
 
 #[tokio::test]
+async fn a_request_still_being_read_outlives_the_shutdown() {
+    let fixture = Fixture::answering("x").await;
+    let body = json!({"prompt": "Hi"}).to_string();
+    let length = body.len().to_string();
+    let headers =
+        [("content-type", "application/json"), ("content-length", length.as_str()), ("expect", "100-continue")];
+    let mut slow = common::send(fixture.address, "POST", COMPLETIONS, &headers, None).await;
+    read_until(&mut slow, "100 Continue\r\n\r\n").await; // it was accepted, and its body is waited for
+    let drain = tokio::spawn({
+        let server = fixture.server.clone();
+        async move { server.drain().await }
+    });
+    while fixture.get("/ready").await.status == 200 {}
+    assert!(!drain.is_finished(), "it counts");
+    assert_eq!(fixture.post(COMPLETIONS, &json!({"prompt": "Hi"})).await.status, 503);
+    tokio::io::AsyncWriteExt::write_all(&mut slow, body.as_bytes()).await.unwrap();
+    let answer = read_answer(slow).await;
+    assert_eq!((answer.status, &answer.json()["choices"][0]["text"]), (200, &json!("x")));
+    drain.await.unwrap();
+}
+
+#[tokio::test]
+async fn a_request_read_after_the_time_is_over_is_refused() {
+    let mut config = ServerConfig::default();
+    config.shutdown.timeout_s = 0.0;
+    let script = Script { pause_after: Some(1), ..Script::of(vec![50, 51]) };
+    let fixture = Fixture::with(config, move |_| script.clone()).await;
+    let mut running = fixture.open(COMPLETIONS, &json!({"prompt": "Hi", "stream": true})).await;
+    read_until(&mut running, "data: ").await;
+    let headers = [("content-type", "application/json"), ("content-length", "17"), ("expect", "100-continue")];
+    let mut slow = common::send(fixture.address, "POST", COMPLETIONS, &headers, None).await;
+    read_until(&mut slow, "100 Continue\r\n\r\n").await;
+    let drain = tokio::spawn({
+        let server = fixture.server.clone();
+        async move { server.drain().await }
+    });
+    read_until(&mut running, "The server is shutting down.").await;
+    tokio::io::AsyncWriteExt::write_all(&mut slow, b"{\"prompt\":  \"Hi\"}").await.unwrap();
+    assert_eq!(read_answer(slow).await.status, 503);
+    drain.await.unwrap();
+    assert!(matches!(fixture.next_seen().await, Seen::Add { .. }));
+    let rest: Vec<Seen> = fixture.seen.try_iter().collect();
+    assert!(!rest.iter().any(|seen| matches!(seen, Seen::Add { .. })), "it did not reach the engine");
+}
+
+#[tokio::test]
+async fn a_dead_engine_ends_every_request_before_the_server_ends() {
+    let script = |request: &kwire_engine::Request| match request.prompt.len() {
+        3 => Script { die_after: Some(0), ..Script::of(vec![50]) },
+        _ => Script { pause_after: Some(1), ..Script::of(vec![50, 51, 52]) },
+    };
+    let mut fixture = Fixture::with(ServerConfig::default(), script).await;
+    let mut stream = fixture.open(COMPLETIONS, &json!({"prompt": [1], "stream": true})).await;
+    read_until(&mut stream, "data: ").await;
+    let whole = fixture.open(COMPLETIONS, &json!({"prompt": [1, 2]})).await;
+    for _ in 0..2 {
+        assert!(matches!(fixture.next_seen().await, Seen::Add { .. }));
+    }
+    let fatal = fixture.open(COMPLETIONS, &json!({"prompt": [1, 2, 3]})).await;
+    let error = read_until(&mut stream, "error").await;
+    fixture.shutdown.send(true).unwrap();
+    let fatal = read_answer(fatal).await;
+    assert!(error.contains("The engine has stopped."), "{error}");
+    for answer in [read_answer(whole).await, fatal] {
+        let error = &answer.json()["error"];
+        assert_eq!((answer.status, &error["message"]), (500, &json!("The engine has stopped.")));
+    }
+    (&mut fixture.served).await.unwrap();
+}
+
+#[tokio::test]
 async fn streams_that_take_too_long_end_with_an_error() {
     let script = Script { pause_after: Some(1), ..Script::of(vec![50, 51, 52]) };
     let mut config = ServerConfig::default();
@@ -362,6 +514,8 @@ async fn metrics_have_the_names_of_vllm() {
         "vllm:prefix_cache_hits_total counter",
         "vllm:num_preemptions_total counter",
         "vllm:prompt_tokens_total counter",
+        "vllm:prompt_tokens_by_source_total counter",
+        "vllm:prompt_tokens_cached_total counter",
         "vllm:generation_tokens_total counter",
         "vllm:request_success_total counter",
         "vllm:iteration_tokens_total histogram",
@@ -374,6 +528,7 @@ async fn metrics_have_the_names_of_vllm() {
         "vllm:request_decode_time_seconds histogram",
         "vllm:request_prompt_tokens histogram",
         "vllm:request_generation_tokens histogram",
+        "vllm:request_prefill_kv_computed_tokens histogram",
         "vllm:request_params_max_tokens histogram",
         "vllm:request_params_n histogram",
         "http_requests_total counter",
@@ -384,6 +539,14 @@ async fn metrics_have_the_names_of_vllm() {
     assert!(samples("vllm:request_success_total{").ends_with(" 1"));
     assert!(samples("vllm:request_success_total{").contains(r#"model_name="tiny""#));
     assert!(samples("vllm:time_to_first_token_seconds_count{").ends_with(" 1"));
+    let computed = fixture.tokenizer.encode("Hi", true).unwrap().len() - 1;
+    for (source, n) in [("local_compute", computed), ("local_cache_hit", 1), ("external_kv_transfer", 0)] {
+        let line =
+            format!(r#"vllm:prompt_tokens_by_source_total{{model_name="tiny",engine="0",source="{source}"}} {n}"#);
+        assert!(metrics.body.contains(&line), "{line}");
+    }
+    assert!(samples("vllm:prompt_tokens_cached_total{").ends_with(" 1"));
+    assert!(samples("vllm:request_prefill_kv_computed_tokens_count{").ends_with(" 1"));
     assert!(samples("vllm:cache_config_info{").contains(r#"block_size="16",num_gpu_blocks="1000""#));
     assert!(samples("http_requests_total{").contains(r#"method="POST",status="2xx",handler="/v1/completions""#));
 }

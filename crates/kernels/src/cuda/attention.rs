@@ -13,10 +13,8 @@ use crate::{AttentionOp, KernelError, StepBatch, StepLimits};
 const ITEM_WORDS: usize = size_of::<Item>() / 4;
 /// CTAs of the decode kernel on a multiprocessor, and of the portable prefill kernel.
 const CTAS_PER_SM: usize = 2;
-/// Query rows (tokens times heads of a group) of a tile of the portable prefill kernel.
-const PREFILL_ROWS: u32 = 64;
 /// Context that CTAs working side by side may read at a time, so that it stays in the L2 cache.
-const L2_TOKENS: u32 = 65_536;
+const L2_TOKENS: u32 = 16_384;
 
 /// Plans and scratch memory of attention.
 pub struct Attention {
@@ -29,9 +27,43 @@ pub struct Attention {
     max_partials: u32,
 }
 
+/// How a prefill kernel is launched.
+#[derive(Debug, Clone, Copy)]
+struct Prefill {
+    /// The Hopper kernel (`prefill.cu`), not the portable one (`prefill_ampere.cu`).
+    hopper: bool,
+    ctas: usize,
+    threads: usize,
+    /// Query rows (tokens times heads of a group) of a tile.
+    rows: u32,
+    shared_bytes: usize,
+}
+
+impl Prefill {
+    fn of(device: &Device, op: &AttentionOp) -> Self {
+        let hopper = device.capability.0 == 9 && op.softcap.is_none() && matches!(op.head_dim, 64 | 128);
+        let ctas = device.n_sms;
+        match (hopper, op.head_dim) {
+            (true, 128) => Self { hopper, ctas, threads: 384, rows: 128, shared_bytes: 198_144 },
+            (true, _) => Self { hopper, ctas, threads: 512, rows: 192, shared_bytes: 181_760 },
+            (false, dim) => {
+                let keys = if dim == 256 { 32 } else { 64 };
+                let shared_bytes = 1024 + 128 * dim + 4 * keys * dim * Element::BYTES;
+                Self { hopper, ctas: 2 * ctas, threads: 128, rows: 64, shared_bytes }
+            }
+        }
+    }
+
+    fn kernel(&self, element: Element, head_dim: usize) -> String {
+        let kind = if self.hopper { "hopper_" } else { "" };
+        format!("paged_prefill_{kind}{}_d{head_dim}", element.suffix())
+    }
+}
+
 /// One KV group's plan.
 struct Group {
     heads: Heads,
+    prefill_kernel: Prefill,
     max_items: usize,
     rows: Vec<Row>,
     decode: Vec<Item>,
@@ -42,7 +74,7 @@ impl Attention {
     /// Reserves scratch for steps within `limits`.
     pub fn new(device: &Device, element: Element, limits: &StepLimits) -> Result<Self, KernelError> {
         let ctas = CTAS_PER_SM * device.n_sms;
-        let groups: Vec<Group> = limits.groups.iter().map(|(_, op)| Group::new(op, limits, ctas)).collect();
+        let groups: Vec<Group> = limits.groups.iter().map(|(_, op)| Group::new(device, op, limits, ctas)).collect();
         let widest = limits.groups.iter().map(|(_, op)| op.head_dim).max().unwrap_or(0);
         // Each CTA but the last cuts at most one pair, in two.
         let max_partials = 2 * ctas;
@@ -53,7 +85,8 @@ impl Attention {
                 let bytes = decode_shared_bytes(device, dim, wide);
                 device.allow_shared(&format!("paged_decode_{suffix}_d{dim}{wide}"), bytes);
             }
-            device.allow_shared(&format!("paged_prefill_{suffix}_d{dim}"), prefill_shared_bytes(dim));
+            let prefill = Prefill::of(device, op);
+            device.allow_shared(&prefill.kernel(element, dim), prefill.shared_bytes);
         }
         device.check()?;
         let counters = device.buffer(4 * max_partials, "attention's counters")?;
@@ -89,7 +122,8 @@ impl Attention {
             let (decode, prefill): (Vec<Row>, Vec<Row>) = rows.partition(is_decode);
             let n_partials = plan_decode(&decode, &group.heads, &split, &mut group.decode);
             assert!(n_partials <= self.max_partials, "more pieces than the grid can cut");
-            plan_prefill(&prefill, &group.heads, self.ctas as u32, PREFILL_ROWS, L2_TOKENS, &mut group.prefill);
+            let Prefill { ctas, rows, .. } = group.prefill_kernel;
+            plan_prefill(&prefill, &group.heads, ctas as u32, rows, L2_TOKENS, &mut group.prefill);
             group.rows = prefill;
         }
     }
@@ -100,6 +134,7 @@ impl Attention {
     }
 
     /// Enqueues one layer's attention.
+    #[allow(clippy::too_many_arguments)]
     pub fn launch(
         &self,
         device: &Device,
@@ -149,8 +184,20 @@ impl Attention {
             return;
         }
         let prefill_args = args(buffers.extra(2 * group + 1));
-        let launch = Launch { grid: [self.ctas, 1, 1], threads: 128, shared_bytes: prefill_shared_bytes(dim) };
-        device.launch(&format!("paged_prefill_{suffix}_d{dim}"), launch, &[Arg::Struct(&prefill_args)]);
+        let prefill = plan.prefill_kernel;
+        let launch =
+            Launch { grid: [prefill.ctas, 1, 1], threads: prefill.threads, shared_bytes: prefill.shared_bytes };
+        let kernel = prefill.kernel(self.element, dim);
+        if !prefill.hopper {
+            return device.launch(&kernel, launch, &[Arg::Struct(&prefill_args)]);
+        }
+        match query_map(qkv, op, prefill.rows, self.element) {
+            Ok(q_map) => {
+                let args = [&q_map[..], k_map, v_map, &prefill_args].map(Arg::Struct);
+                device.launch(&kernel, launch, &args);
+            }
+            Err(error) => device.note_error(error),
+        }
     }
 }
 
@@ -169,13 +216,9 @@ fn decode_shared_bytes(device: &Device, head_dim: usize, wide: &str) -> usize {
     }
 }
 
-fn prefill_shared_bytes(head_dim: usize) -> usize {
-    let keys = if head_dim == 256 { 32 } else { 64 };
-    1024 + 128 * head_dim + 4 * keys * head_dim * Element::BYTES
-}
-
 impl Group {
-    fn new(op: &AttentionOp, limits: &StepLimits, ctas: usize) -> Self {
+    fn new(device: &Device, op: &AttentionOp, limits: &StepLimits, ctas: usize) -> Self {
+        let prefill_kernel = Prefill::of(device, op);
         let heads = Heads {
             kv_heads: op.kv_heads as u32,
             group: (op.heads / op.kv_heads) as u32,
@@ -183,10 +226,10 @@ impl Group {
         };
         let query_tiles = (op.heads / op.kv_heads).div_ceil(8);
         let decode = limits.max_slots * op.kv_heads * query_tiles;
-        let prefill =
-            op.kv_heads * (limits.max_tokens * op.heads / op.kv_heads / PREFILL_ROWS as usize + limits.max_slots);
+        let tile_tokens = (prefill_kernel.rows as usize * op.kv_heads / op.heads).max(1);
+        let prefill = op.kv_heads * (limits.max_tokens / tile_tokens + limits.max_slots);
         let max_items = 2 * ctas + decode.max(prefill);
-        Self { heads, max_items, rows: Vec::new(), decode: Vec::new(), prefill: Vec::new() }
+        Self { heads, prefill_kernel, max_items, rows: Vec::new(), decode: Vec::new(), prefill: Vec::new() }
     }
 }
 
@@ -195,22 +238,41 @@ pub type TensorMap = [u64; 16];
 
 /// A tensor map over a layer's keys (or values), in tiles of 16 tokens; see `decode.cu`.
 pub fn tensor_map(address: u64, rows: usize, row_bytes: usize, element: Element) -> Result<TensorMap, KernelError> {
+    let chunk = [128, 64, 32].into_iter().find(|n| row_bytes.is_multiple_of(*n)).unwrap_or(16);
+    let width = chunk / Element::BYTES;
+    encode(address, element, [width, row_bytes / chunk, rows], [chunk, row_bytes], [width, 1, 16])
+}
+
+/// A tensor map over the queries of merged rows, in tiles of the heads of a group; see `prefill.cu`.
+fn query_map(qkv: &CudaTensor, op: &AttentionOp, tile: u32, element: Element) -> Result<TensorMap, KernelError> {
+    let (head_bytes, group) = (Element::BYTES * op.head_dim, op.heads / op.kv_heads);
+    let sizes = [op.head_dim, op.heads + 2 * op.kv_heads, qkv.capacity()];
+    let strides = [head_bytes, Element::BYTES * qkv.cols()];
+    encode(qkv.address(), element, sizes, strides, [64, group, tile as usize / group])
+}
+
+/// A map of three dimensions, the innermost first; `strides` in bytes, of the others. As wide as a tile is, so is it swizzled.
+fn encode(
+    address: u64,
+    element: Element,
+    sizes: [usize; 3],
+    strides: [usize; 2],
+    tile: [usize; 3],
+) -> Result<TensorMap, KernelError> {
     use sys::CUtensorMapDataType_enum as Type;
     use sys::CUtensorMapSwizzle_enum as Swizzle;
-    let (chunk, swizzle) = match row_bytes {
-        n if n.is_multiple_of(128) => (128, Swizzle::CU_TENSOR_MAP_SWIZZLE_128B),
-        n if n.is_multiple_of(64) => (64, Swizzle::CU_TENSOR_MAP_SWIZZLE_64B),
-        n if n.is_multiple_of(32) => (32, Swizzle::CU_TENSOR_MAP_SWIZZLE_32B),
-        _ => (16, Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE),
+    let swizzle = match tile[0] * Element::BYTES {
+        128 => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        64 => Swizzle::CU_TENSOR_MAP_SWIZZLE_64B,
+        32 => Swizzle::CU_TENSOR_MAP_SWIZZLE_32B,
+        _ => Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
     };
     let kind = match element {
         Element::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         Element::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     };
-    let sizes = [(chunk / Element::BYTES) as u64, (row_bytes / chunk) as u64, rows as u64];
-    let strides = [chunk as u64, row_bytes as u64];
-    let tile = [(chunk / Element::BYTES) as u32, 1, 16];
-    let steps = [1u32; 3];
+    let (sizes, strides) = (sizes.map(|n| n as u64), strides.map(|n| n as u64));
+    let (tile, steps) = (tile.map(|n| n as u32), [1u32; 3]);
     let mut map = std::mem::MaybeUninit::<sys::CUtensorMap>::zeroed();
     // SAFETY: the arrays have three (strides two) entries, as the rank says; the map is written whole.
     let result = unsafe {
@@ -229,7 +291,7 @@ pub fn tensor_map(address: u64, rows: usize, row_bytes: usize, element: Element)
             sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     };
-    result.result().map_err(super::device::fault("describing the KV cache"))?;
+    result.result().map_err(super::device::fault("describing a tensor"))?;
     // SAFETY: the driver filled it; it is 16 words.
     Ok(unsafe { map.assume_init() }.opaque)
 }

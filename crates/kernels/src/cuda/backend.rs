@@ -120,6 +120,11 @@ impl CudaTensor {
         self.data.address
     }
 
+    /// Rows it holds at most.
+    pub(super) fn capacity(&self) -> usize {
+        self.capacity
+    }
+
     /// Columns.
     pub(super) fn cols(&self) -> usize {
         self.cols
@@ -387,7 +392,7 @@ impl Backend for CudaBackend {
 
     fn paged_attention(
         &mut self,
-        step: &CudaStep,
+        _step: &CudaStep,
         op: &AttentionOp,
         qkv: &CudaTensor,
         cache: &CudaKvCache,

@@ -1,6 +1,8 @@
 //! The command line: what can be said, as typed. Nothing is read, checked or done here.
 
 pub mod compat;
+#[cfg(test)]
+mod doc_test;
 pub mod docs;
 pub mod serve_args;
 pub mod spelling;

@@ -12,7 +12,7 @@ Examples:
   kwire serve Qwen/Qwen2.5-0.5B-Instruct                a repository of the Hugging Face hub
   kwire serve bartowski/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M@main
   kwire serve s3://models/qwen --served-model-name qwen --port 9000
-  kwire serve smollm2 --max-model-len 2k --dry-run      show the resolved settings, load nothing
+  kwire serve smollm2 --max-model-len 2k --dry-run      show settings and memory, load nothing
 
 Then:
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -26,7 +26,8 @@ nothing to do here are accepted and say so; docs/flags.md lists them, and those 
 /// MODEL is a .gguf file, a Hugging Face model folder, a hub id (ORG/NAME[:FILE-OR-QUANT][@REVISION]), an
 /// s3://BUCKET/PREFIX, or the built-in alias `smollm2`. What is not on this machine is downloaded once and kept.
 #[derive(Debug, Clone, Default, Args)]
-#[command(after_help = EXAMPLES, disable_help_flag = false)]
+// As with vLLM, a flag that is given twice has its last value.
+#[command(after_help = EXAMPLES, args_override_self = true)]
 pub struct ServeArgs {
     /// The model to serve; a local path wins over a hub id of the same spelling.
     #[arg(value_name = "MODEL")]
@@ -38,7 +39,7 @@ pub struct ServeArgs {
     /// Names that requests may use; the first is the one in responses [default: MODEL as given].
     #[arg(long, value_name = "NAME", num_args = 1.., help_heading = "Model")]
     pub served_model_name: Vec<String>,
-    /// Take tokenizer.json from this folder or file instead of the model's own.
+    /// A tokenizer.json, or a folder that has one, in place of the model's own.
     #[arg(long, value_name = "PATH", help_heading = "Model")]
     pub tokenizer: Option<String>,
     /// Branch, tag or commit of a hub model [default: main].
@@ -50,7 +51,7 @@ pub struct ServeArgs {
     /// Format of the weights: auto, safetensors or gguf.
     #[arg(long, value_name = "FORMAT", default_value = "auto", help_heading = "Model")]
     pub load_format: String,
-    /// Type of activations: auto, bfloat16, float16 or float32. Quantized weights stay as the file has them.
+    /// Type of activations: auto, bfloat16, float16 or float32. Moot on a CPU, which computes in float32.
     #[arg(long, value_name = "TYPE", default_value = "auto", help_heading = "Model")]
     pub dtype: String,
 
@@ -147,7 +148,7 @@ pub struct ServeArgs {
     /// CPU threads of the engine [default: the cores this process may use].
     #[arg(long, value_name = "N", help_heading = "Kwire's own")]
     pub threads: Option<String>,
-    /// Print the resolved settings and what they need, then leave.
+    /// Print the resolved settings and the memory that they take, check the text side, and leave; nothing is downloaded.
     #[arg(long, help_heading = "Kwire's own")]
     pub dry_run: bool,
 }

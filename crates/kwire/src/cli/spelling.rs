@@ -35,14 +35,12 @@ pub fn spell(command: &Command, args: &[String]) -> Spelled {
             continue;
         };
         if let Some(&takes) = known.get(&name) {
+            // The next word is this flag's value, whatever it looks like: `-1` too, so it is joined.
+            let value = match takes {
+                Takes::One => value.or_else(|| words.next_if(|w| !is_flag_of(&known, w)).cloned()),
+                Takes::Nothing | Takes::Many => value,
+            };
             out.rest.push(join(&name, value.as_deref()));
-            // The next word is this flag's value, whatever it looks like.
-            if takes == Takes::One
-                && value.is_none()
-                && let Some(next) = words.next_if(|w| !is_flag_of(&known, w))
-            {
-                out.rest.push(next.clone());
-            }
         } else if let Some(flag) = compat::find(&name) {
             let mut values = Vec::from_iter(value);
             let limit = match flag.takes {
@@ -152,7 +150,7 @@ mod tests {
     #[test]
     fn moot_flags_take_their_values_along() {
         let s = spelled("--swap-space 4 m --enforce-eager --cudagraph-capture-sizes 1 2 4 --port 9");
-        assert_eq!(s.rest, ["m", "--port", "9"]);
+        assert_eq!(s.rest, ["m", "--port=9"]);
         assert_eq!(s.notices.len(), 3, "{:?}", s.notices);
     }
 
@@ -178,7 +176,8 @@ mod tests {
     }
 
     #[test]
-    fn a_negative_length_is_a_value() {
-        assert_eq!(spelled("--max-model-len -1 m").rest, ["--max-model-len", "-1", "m"]);
+    fn a_negative_number_is_a_value() {
+        assert_eq!(spelled("--max-num-seqs -1 m").rest, ["--max-num-seqs=-1", "m"]);
+        assert_eq!(spelled("m --max-num-seqs --port").rest, ["m", "--max-num-seqs", "--port"]);
     }
 }

@@ -14,6 +14,11 @@ pub use resolve::resolve;
 
 use std::path::PathBuf;
 
+use kwire_engine::SchedulingPolicy;
+use kwire_kernels::KvDtype;
+use kwire_server::config::UnknownFields;
+use kwire_server::text::template::ContentFormat;
+
 use crate::models::ModelRef;
 
 /// Everything `kwire serve` was asked to do.
@@ -46,8 +51,6 @@ pub struct ModelSettings {
     pub download_dir: Option<PathBuf>,
     /// The format of the weights that is asked for.
     pub load_format: LoadFormat,
-    /// The type of activations.
-    pub dtype: Dtype,
 }
 
 /// Address, port and keys.
@@ -69,7 +72,7 @@ pub struct EngineSettings {
     /// Bytes for the KV cache.
     pub kv_cache_bytes: Option<u64>,
     /// The type of cached keys and values.
-    pub kv_cache_dtype: KvDtype,
+    pub kv_cache_dtype: Option<KvDtype>,
     /// Tokens in a cache block.
     pub block_size: usize,
     /// Whether equal prompt beginnings share their cache.
@@ -83,7 +86,7 @@ pub struct EngineSettings {
     /// Prompt tokens of one request in a step.
     pub long_prefill_token_threshold: Option<usize>,
     /// Who runs first.
-    pub policy: Policy,
+    pub policy: SchedulingPolicy,
     /// Base of the seeds of requests that bring none.
     pub seed: u64,
     /// CPU threads.
@@ -133,88 +136,46 @@ pub enum MaxModelLen {
     Tokens(usize),
 }
 
-/// Declares an enum whose variants are words of the command line.
-macro_rules! words {
-    ($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),+ $(,)? }) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub enum $name { $($(#[$variant_doc])* $variant),+ }
-
-        impl $name {
-            /// Each word with its meaning.
-            pub const WORDS: &[(&str, Self)] = &[$(($word, Self::$variant)),+];
-        }
-    };
+/// The format of the weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadFormat {
+    /// Whatever is there.
+    Auto,
+    /// A folder of safetensors.
+    Safetensors,
+    /// One .gguf file.
+    Gguf,
 }
 
-words! {
-    /// The type of activations.
-    Dtype {
-        /// What the model and the machine are best at.
-        Auto = "auto",
-        /// bfloat16.
-        Bf16 = "bfloat16",
-        /// float16.
-        F16 = "float16",
-        /// float32.
-        F32 = "float32",
-    }
-}
+/// Words of the command line, with the values that they stand for; the first is the default.
+pub type Words<T> = &'static [(&'static str, T)];
 
-words! {
-    /// The type of cached keys and values.
-    KvDtype {
-        /// The backend's choice, of 16 bits.
-        Auto = "auto",
-        /// bfloat16.
-        Bf16 = "bfloat16",
-        /// float16.
-        F16 = "float16",
-    }
-}
+/// Formats of weights; vLLM's word for a folder of safetensors is `hf` too.
+pub const LOAD_FORMATS: Words<LoadFormat> = &[
+    ("auto", LoadFormat::Auto),
+    ("safetensors", LoadFormat::Safetensors),
+    ("gguf", LoadFormat::Gguf),
+    ("hf", LoadFormat::Safetensors),
+];
 
-words! {
-    /// The format of the weights.
-    LoadFormat {
-        /// Whatever is there.
-        Auto = "auto",
-        /// A folder of safetensors.
-        Safetensors = "safetensors",
-        /// One .gguf file.
-        Gguf = "gguf",
-    }
-}
+/// Types of cached keys and values; `None`: what suits the weights, of 16 bits.
+pub const KV_DTYPES: Words<Option<KvDtype>> =
+    &[("auto", None), ("bfloat16", Some(KvDtype::Bf16)), ("float16", Some(KvDtype::F16))];
 
-words! {
-    /// Who runs first.
-    Policy {
-        /// First come, first served.
-        Fcfs = "fcfs",
-        /// The request's `priority`, lowest first.
-        Priority = "priority",
-    }
-}
+/// Who runs first.
+pub const POLICIES: Words<SchedulingPolicy> =
+    &[("fcfs", SchedulingPolicy::Fcfs), ("priority", SchedulingPolicy::Priority)];
 
-words! {
-    /// How message content reaches the chat template.
-    ContentFormat {
-        /// As the template reads it.
-        Auto = "auto",
-        /// One string.
-        String = "string",
-        /// A list of parts.
-        OpenAi = "openai",
-    }
-}
+/// How message content reaches the chat template.
+pub const CONTENT_FORMATS: Words<ContentFormat> =
+    &[("auto", ContentFormat::Auto), ("string", ContentFormat::String), ("openai", ContentFormat::Parts)];
 
-words! {
-    /// What to do about request fields that no one knows.
-    UnknownFields {
-        /// Log, count, and name them in a header.
-        Warn = "warn",
-        /// Answer 400.
-        Reject = "reject",
-    }
+/// What to do about request fields that no one knows.
+pub const UNKNOWN_FIELDS: Words<UnknownFields> = &[("warn", UnknownFields::Warn), ("reject", UnknownFields::Reject)];
+
+/// The word for a value.
+pub fn word<T: PartialEq>(words: Words<T>, value: &T) -> &'static str {
+    words.iter().find(|(_, v)| v == value).map_or("?", |(word, _)| word)
 }
 
 /// Where sampling defaults come from.
@@ -222,8 +183,8 @@ words! {
 pub enum GenerationConfig {
     /// The model's generation_config.json, if it has one.
     Auto,
-    /// vLLM's neutral defaults.
-    Vllm,
+    /// None: OpenAI's own.
+    Neutral,
     /// The generation_config.json of this folder.
     Folder(PathBuf),
 }

@@ -4,8 +4,8 @@ use std::fmt::Display;
 
 use super::environment::{Lookup, expand_home};
 use super::{
-    ContentFormat, Dtype, EngineSettings, GenerationConfig, KvDtype, LimitSettings, ListenSettings, LoadFormat,
-    MaxModelLen, ModelSettings, Policy, RequestSettings, ServeConfig, UnknownFields, number,
+    CONTENT_FORMATS, EngineSettings, GenerationConfig, KV_DTYPES, LOAD_FORMATS, LimitSettings, ListenSettings,
+    MaxModelLen, ModelSettings, POLICIES, RequestSettings, ServeConfig, UNKNOWN_FIELDS, Words, number,
 };
 use crate::cli::serve_args::ServeArgs;
 use crate::models::ModelRef;
@@ -31,6 +31,13 @@ pub fn resolve(args: &ServeArgs, env: &impl Lookup) -> Result<Resolved, Vec<Stri
     let listen = listen(args, env, &mut faults);
     let requests = requests(args, env, &mut faults);
     let limits = limits(args, engine.max_num_seqs, &mut faults);
+    match args.dtype.as_str() {
+        "auto" | "float" | "float32" => {}
+        "half" | "float16" | "bfloat16" => {
+            notices.push(format!("--dtype {} has no effect on a CPU: activations are float32", args.dtype));
+        }
+        other => faults.add("dtype", format!("{other:?} is not one of auto, bfloat16, float16, float32")),
+    }
     if let Some(share) = &args.gpu_memory_utilization {
         match share.parse::<f64>() {
             Ok(v) if v > 0.0 && v <= 1.0 => notices.push(
@@ -74,8 +81,8 @@ impl Faults {
         self.number(flag, text, min, u64::MAX) as usize
     }
 
-    /// One of the words of an enum.
-    fn word<T: Copy>(&mut self, flag: &str, text: &str, words: &[(&str, T)]) -> T {
+    /// The value of one of these words.
+    fn word<T: Copy>(&mut self, flag: &str, text: &str, words: Words<T>) -> T {
         words.iter().find(|(w, _)| *w == text).map_or_else(
             || {
                 let all: Vec<_> = words.iter().map(|(w, _)| *w).collect();
@@ -93,19 +100,11 @@ fn model(args: &ServeArgs, env: &impl Lookup, faults: &mut Faults) -> Option<Mod
     if let Some(path) = tokenizer.as_ref().filter(|p| !p.exists()) {
         faults.add("tokenizer", format!("{} does not exist; give tokenizer.json or its folder", path.display()));
     }
-    let load_format = match args.load_format.as_str() {
-        "hf" => LoadFormat::Safetensors,
-        other => faults.word("load-format", other, LoadFormat::WORDS),
-    };
-    let dtype = match args.dtype.as_str() {
-        "half" => Dtype::F16,
-        "float" => Dtype::F32,
-        other => faults.word("dtype", other, Dtype::WORDS),
-    };
+    let load_format = faults.word("load-format", &args.load_format, LOAD_FORMATS);
     let download_dir = args.download_dir.as_deref().map(|d| expand_home(env, d));
     let (text, source) = source?;
     let served_names = if args.served_model_name.is_empty() { vec![text] } else { args.served_model_name.clone() };
-    Some(ModelSettings { source, served_names, tokenizer, download_dir, load_format, dtype })
+    Some(ModelSettings { source, served_names, tokenizer, download_dir, load_format })
 }
 
 /// The model as typed, and parsed.
@@ -121,7 +120,9 @@ fn source(args: &ServeArgs, env: &impl Lookup, faults: &mut Faults) -> Option<(S
             return None;
         }
     };
-    let mut source = match ModelRef::parse(text, |p| expand_home(env, &p.to_string_lossy()).exists()) {
+    // What can't be looked at is left to its opening, which says why.
+    let exists = |p: &std::path::Path| expand_home(env, &p.to_string_lossy()).try_exists().unwrap_or(true);
+    let mut source = match ModelRef::parse(text, exists) {
         Ok(ModelRef::Local(path)) => ModelRef::Local(expand_home(env, &path.to_string_lossy())),
         Ok(source) => source,
         Err(e) => {
@@ -173,9 +174,9 @@ fn engine(args: &ServeArgs, env: &impl Lookup, faults: &mut Faults) -> EngineSet
     };
     let kv_cache_dtype = if args.kv_cache_dtype.starts_with("fp8") {
         faults.add("kv-cache-dtype", format!("{} is not supported yet; auto keeps 16 bits", args.kv_cache_dtype));
-        KvDtype::Auto
+        None
     } else {
-        faults.word("kv-cache-dtype", &args.kv_cache_dtype, KvDtype::WORDS)
+        faults.word("kv-cache-dtype", &args.kv_cache_dtype, KV_DTYPES)
     };
     let block_size = faults.count("block-size", &args.block_size, 16);
     if !block_size.is_multiple_of(16) {
@@ -199,7 +200,7 @@ fn engine(args: &ServeArgs, env: &impl Lookup, faults: &mut Faults) -> EngineSet
         max_num_batched_tokens,
         chunked_prefill: !args.no_enable_chunked_prefill,
         long_prefill_token_threshold: (threshold > 0).then_some(threshold),
-        policy: faults.word("scheduling-policy", &args.scheduling_policy, Policy::WORDS),
+        policy: faults.word("scheduling-policy", &args.scheduling_policy, POLICIES),
         seed: faults.number("seed", &args.seed, 0, u64::MAX),
         threads: args.threads.as_deref().map(|t| faults.number("threads", t, 1, 1024) as usize),
     }
@@ -218,7 +219,7 @@ fn requests(args: &ServeArgs, env: &impl Lookup, faults: &mut Faults) -> Request
     });
     let generation_config = match args.generation_config.as_str() {
         "auto" => GenerationConfig::Auto,
-        "vllm" => GenerationConfig::Vllm,
+        "vllm" => GenerationConfig::Neutral,
         folder => {
             let folder = expand_home(env, folder);
             if !folder.join("generation_config.json").is_file() {
@@ -245,14 +246,14 @@ fn requests(args: &ServeArgs, env: &impl Lookup, faults: &mut Faults) -> Request
         content_format: faults.word(
             "chat-template-content-format",
             &args.chat_template_content_format,
-            ContentFormat::WORDS,
+            CONTENT_FORMATS,
         ),
         trust_request_chat_template: args.trust_request_chat_template,
         generation_config,
         override_generation_config,
         max_logprobs,
         prompt_tokens_details: args.enable_prompt_tokens_details,
-        unknown_fields: faults.word("unknown-fields", &args.unknown_fields, UnknownFields::WORDS),
+        unknown_fields: faults.word("unknown-fields", &args.unknown_fields, UNKNOWN_FIELDS),
     }
 }
 
@@ -270,6 +271,8 @@ fn limits(args: &ServeArgs, max_num_seqs: usize, faults: &mut Faults) -> LimitSe
 
 #[cfg(test)]
 mod tests {
+    use kwire_engine::SchedulingPolicy;
+
     use super::*;
     use crate::cli::parse_serve;
 
@@ -296,11 +299,13 @@ mod tests {
     fn values_are_read_as_vllm_reads_them() {
         let line = "org/name --max-model-len 2K --kv-cache-memory-bytes 1.5g --no-enable-prefix-caching --revision v2 \
                     --dtype half --max-num-queued-reqs 0 --max-logprobs=-1 --scheduling-policy priority";
-        let c = with(line, &[("VLLM_API_KEY", "k"), ("VLLM_CPU_KVCACHE_SPACE", "4")]).unwrap().config;
+        let r = with(line, &[("VLLM_API_KEY", "k"), ("VLLM_CPU_KVCACHE_SPACE", "4")]).unwrap();
+        assert_eq!(r.notices, ["--dtype half has no effect on a CPU: activations are float32"]);
+        let c = r.config;
         assert_eq!(c.engine.max_model_len, MaxModelLen::Tokens(2048));
         assert_eq!(c.engine.kv_cache_bytes, Some(1_500_000_000));
         assert!(!c.engine.prefix_caching);
-        assert_eq!((c.model.dtype, c.engine.policy), (Dtype::F16, Policy::Priority));
+        assert_eq!(c.engine.policy, SchedulingPolicy::Priority);
         assert_eq!((c.limits.max_queued_requests, c.requests.max_logprobs), (None, None));
         assert_eq!(c.listen.api_keys, ["k"]);
         assert_eq!(c.model.source.to_string(), "org/name@v2");
@@ -320,10 +325,10 @@ mod tests {
             --block-size: 24 is not a multiple of 16
             --max-num-seqs: 0 is too small: at least 1
             "nope" is not a model: give a path, ORG/NAME of the hub, s3://BUCKET/PREFIX, or the alias smollm2
-            --dtype: "int8" is not one of auto, bfloat16, float16, float32
             --port: 70000 is not between 0 and 65535
             --generation-config: /nope has no generation_config.json; auto and vllm are words
             --override-generation-config: not a JSON object: invalid type: sequence, expected a map at line 1 column 0
+            --dtype: "int8" is not one of auto, bfloat16, float16, float32
             --gpu-memory-utilization: "1.5" is not a share in (0, 1]"#]]
         .assert_eq(&faults.join("\n"));
     }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{MaxModelLen, ServeConfig};
+use super::{KV_DTYPES, MaxModelLen, POLICIES, ServeConfig, UNKNOWN_FIELDS, word};
 
 impl fmt::Display for ServeConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -23,17 +23,17 @@ impl fmt::Display for ServeConfig {
             None => line("KV cache bytes", &"auto")?,
             Some(n) => line("KV cache bytes", &n)?,
         }
-        line("KV cache type", &format_args!("{:?}", engine.kv_cache_dtype))?;
+        line("KV cache type", &word(KV_DTYPES, &engine.kv_cache_dtype))?;
         line("block size", &engine.block_size)?;
         line("prefix caching", &engine.prefix_caching)?;
         line("chunked prefill", &engine.chunked_prefill)?;
         line("max sequences", &engine.max_num_seqs)?;
         line("max tokens per step", &auto(engine.max_num_batched_tokens))?;
-        line("scheduling policy", &format_args!("{:?}", engine.policy))?;
+        line("scheduling policy", &word(POLICIES, &engine.policy))?;
         line("threads", &auto(engine.threads))?;
         line("max queued requests", &unbounded(limits.max_queued_requests))?;
         line("max queued tokens", &unbounded(limits.max_queued_tokens))?;
         line("shutdown timeout", &format_args!("{} s", limits.shutdown_timeout_s))?;
-        line("unknown fields", &format_args!("{:?}", requests.unknown_fields))
+        line("unknown fields", &word(UNKNOWN_FIELDS, &requests.unknown_fields))
     }
 }

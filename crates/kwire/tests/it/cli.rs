@@ -31,18 +31,18 @@ fn a_vllm_command_line_is_understood() {
         API keys                 0
         max model length         100
         KV cache bytes           1000000
-        KV cache type            Auto
+        KV cache type            auto
         block size               16
         prefix caching           false
         chunked prefill          true
         max sequences            128
         max tokens per step      auto
-        scheduling policy        Fcfs
+        scheduling policy        fcfs
         threads                  auto
         max queued requests      512
         max queued tokens        unbounded
         shutdown timeout         30 s
-        unknown fields           Warn
+        unknown fields           warn
         memory                   weights 0.1 MB, activations 1.8 MB, KV cache 1.0 MB = 3904 tokens: 39.0 sequences of 100 tokens"#]].assert_eq(&stdout(&output));
 }
 

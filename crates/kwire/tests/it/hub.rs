@@ -147,6 +147,23 @@ fn what_to_do_is_said_where_the_hub_does_not_help() {
 }
 
 #[test]
+fn a_cache_that_cannot_be_written_is_named() {
+    let (hub, home) = (hub(), tempfile::tempdir().unwrap());
+    let file = home.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let cache = file.join("below").to_str().unwrap().to_owned();
+    let output = pull(home.path(), &hub.url, "org/name", &[("HF_HUB_CACHE", &cache)]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        stderr(&output).contains(&format!(
+            "{cache}/models--org--name/blobs cannot be created; --download-dir, HF_HOME or KWIRE_HOME"
+        )),
+        "{}",
+        stderr(&output)
+    );
+}
+
+#[test]
 fn the_token_goes_to_the_hub_only() {
     let home = tempfile::tempdir().unwrap();
     let storage = Arc::new(FakeServer::start(|r| Response::ranged(r, &weights())));

@@ -2,6 +2,7 @@
 
 mod bench;
 mod cli;
+mod faults;
 mod hub;
 mod s3;
 mod support;

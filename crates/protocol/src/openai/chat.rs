@@ -3,12 +3,11 @@
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use super::FieldError;
 use super::common::{self, Common};
 use super::fields::Endpoint;
-use super::logprobs::{ChatLogprobs, PromptLogprobs};
+use super::logprobs::ChatLogprobs;
 use super::reader::{self, Fields};
-use super::{FieldError, Usage};
-use crate::resume::ChunkReport;
 
 /// What a template needs to turn messages into a prompt; also the chat form of `/tokenize`.
 #[derive(Debug, Clone, Default)]
@@ -173,32 +172,6 @@ pub enum StopReason {
     Token(u32),
 }
 
-/// The whole answer.
-#[derive(Debug, Serialize)]
-pub struct ChatCompletion<'a> {
-    /// `chatcmpl-...`
-    pub id: &'a str,
-    /// `chat.completion`
-    pub object: &'static str,
-    /// Seconds since 1970.
-    pub created: u64,
-    /// The model's name, as the client wrote it.
-    pub model: &'a str,
-    /// One per sequence.
-    pub choices: Vec<ChatChoice<'a>>,
-    /// Token counts.
-    pub usage: Usage,
-    /// Log-probabilities of the prompt.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub prompt_logprobs: Option<PromptLogprobs>,
-    /// The prompt's tokens, if asked for.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub prompt_token_ids: Option<&'a [u32]>,
-    /// For the gateway.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub kwire: Option<&'a ChunkReport>,
-}
-
 /// One answer.
 #[derive(Debug, Serialize)]
 pub struct ChatChoice<'a> {
@@ -226,30 +199,6 @@ pub struct ChatMessage<'a> {
     pub content: &'a str,
     /// Always `null`.
     pub refusal: Option<&'static str>,
-}
-
-/// A chunk of a streamed answer.
-#[derive(Debug, Serialize)]
-pub struct ChatChunk<'a> {
-    /// `chatcmpl-...`
-    pub id: &'a str,
-    /// `chat.completion.chunk`
-    pub object: &'static str,
-    /// Seconds since 1970.
-    pub created: u64,
-    /// The model's name, as the client wrote it.
-    pub model: &'a str,
-    /// The answers that grew; none in the usage chunk.
-    pub choices: &'a [ChatChunkChoice<'a>],
-    /// Token counts.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub usage: Option<Usage>,
-    /// The prompt's tokens, if asked for, in the first chunk.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub prompt_token_ids: Option<&'a [u32]>,
-    /// For the gateway.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub kwire: Option<&'a ChunkReport>,
 }
 
 /// How one answer grew.

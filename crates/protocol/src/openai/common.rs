@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::FieldError;
 use super::fields::{self, Endpoint};
 use super::reader::{Fields, integer_at};
-use crate::resume::Internal;
+use crate::resume::{Internal, MAX_PREFIXES};
 
 /// Sequences per prompt at most.
 pub const MAX_N: u32 = 128;
@@ -46,8 +46,6 @@ pub struct Sampling {
 pub struct Common {
     /// The model's name; absent: whatever is served.
     pub model: Option<String>,
-    /// Names that are in no table.
-    pub unknown_fields: Vec<String>,
     /// Whether to stream.
     pub stream: bool,
     /// A last chunk with the usage.
@@ -93,12 +91,11 @@ pub struct Common {
 impl Common {
     /// Reads the shared fields. `max_logprobs` bounds `prompt_logprobs`.
     pub fn parse(fields: &Fields<'_>, endpoint: Endpoint, max_logprobs: u32) -> Result<Self, FieldError> {
-        let unknown_fields = fields::check(fields.map(), endpoint)?;
+        fields::check(fields.map(), endpoint)?;
         let stream = fields.bool("stream")?.unwrap_or(false);
         let (include_usage, continuous_usage) = stream_options(fields, stream)?;
         Ok(Self {
             model: fields.str("model")?.map(str::to_owned),
-            unknown_fields,
             stream,
             include_usage,
             continuous_usage,
@@ -253,7 +250,14 @@ pub fn valid_request_id(id: &str) -> bool {
 
 fn internal(fields: &Fields<'_>) -> Result<Internal, FieldError> {
     let Some(value) = fields.value("kwire") else { return Ok(Internal::default()) };
-    serde::Deserialize::deserialize(value).map_err(|e| FieldError::new("kwire", format!("`kwire`: {e}.")))
+    let internal: Internal =
+        serde::Deserialize::deserialize(value).map_err(|e| FieldError::new("kwire", format!("`kwire`: {e}.")))?;
+    if internal.prefixes.len() > MAX_PREFIXES {
+        let n = internal.prefixes.len();
+        let message = format!("`kwire.prefixes` has {n} names; at most {MAX_PREFIXES} are allowed.");
+        return Err(FieldError::new("kwire.prefixes", message));
+    }
+    Ok(internal)
 }
 
 /// `max_tokens` or its like: at least `low`.

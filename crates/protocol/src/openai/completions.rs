@@ -3,12 +3,11 @@
 use serde::Serialize;
 use serde_json::Value;
 
+use super::FieldError;
 use super::common::{self, Common};
 use super::fields::Endpoint;
 use super::logprobs::{CompletionLogprobs, PromptLogprobs};
 use super::reader::{self, Fields};
-use super::{FieldError, Usage};
-use crate::resume::ChunkReport;
 
 /// One prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,27 +71,6 @@ fn prompts(fields: &Fields<'_>) -> Result<Vec<Prompt>, FieldError> {
             list.iter().enumerate().map(one).collect()
         }
     }
-}
-
-/// The answer, or a chunk of it (both have the object `text_completion`).
-#[derive(Debug, Serialize)]
-pub struct Completion<'a> {
-    /// `cmpl-...`
-    pub id: &'a str,
-    /// `text_completion`
-    pub object: &'static str,
-    /// Seconds since 1970.
-    pub created: u64,
-    /// The model's name, as the client wrote it.
-    pub model: &'a str,
-    /// One per prompt and sequence; in a chunk, those that grew.
-    pub choices: &'a [CompletionChoice<'a>],
-    /// Token counts.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub usage: Option<Usage>,
-    /// For the gateway.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub kwire: Option<&'a ChunkReport>,
 }
 
 /// One text.

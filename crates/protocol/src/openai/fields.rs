@@ -15,9 +15,13 @@ pub enum Endpoint {
     Chat,
     /// `/v1/completions`
     Completions,
+    /// `/tokenize`
+    Tokenize,
+    /// `/detokenize`
+    Detokenize,
 }
 
-/// Where a field is known.
+/// Which of the two routes that generate know a field.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum On {
     /// Both routes.
@@ -54,7 +58,7 @@ impl On {
     /// Whether `endpoint` is among these routes.
     pub fn includes(self, endpoint: Endpoint) -> bool {
         match self {
-            Self::Both => true,
+            Self::Both => matches!(endpoint, Endpoint::Chat | Endpoint::Completions),
             Self::Chat => endpoint == Endpoint::Chat,
             Self::Completions => endpoint == Endpoint::Completions,
         }
@@ -210,24 +214,51 @@ pub const FIELDS: &[Field] = &[
     refused("data_parallel_rank", On::Both, zero_or_empty, "The gateway chooses the replica."),
 ];
 
+/// What `/tokenize` honours: a prompt, or what makes the prompt of a chat.
+const TOKENIZE: &[&str] = &[
+    "model",
+    "prompt",
+    "add_special_tokens",
+    "return_token_strs",
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "documents",
+    "reasoning_effort",
+    "tools",
+];
+/// What `/detokenize` honours.
+const DETOKENIZE: &[&str] = &["model", "tokens"];
+
+/// The names in `body` that `endpoint` does not know; none if it is no object.
+pub fn unknown(body: &Value, endpoint: Endpoint) -> Vec<String> {
+    let known = |name: &str| match endpoint {
+        Endpoint::Tokenize => TOKENIZE.contains(&name),
+        Endpoint::Detokenize => DETOKENIZE.contains(&name),
+        Endpoint::Chat | Endpoint::Completions => field(name, endpoint).is_some(),
+    };
+    let names = body.as_object().into_iter().flat_map(Map::keys);
+    names.filter(|name| !known(name)).cloned().collect()
+}
+
 /// The table's row for `name` on `endpoint`.
 pub fn field(name: &str, endpoint: Endpoint) -> Option<&'static Field> {
     FIELDS.iter().find(|field| field.name == name && field.on.includes(endpoint))
 }
 
-/// Refuses unsupported fields; returns the names nobody knows.
-pub fn check(body: &Map<String, Value>, endpoint: Endpoint) -> Result<Vec<String>, FieldError> {
-    let mut unknown = Vec::new();
+/// Refuses unsupported fields.
+pub fn check(body: &Map<String, Value>, endpoint: Endpoint) -> Result<(), FieldError> {
     for (name, value) in body {
         match field(name, endpoint).map(|field| field.class) {
-            None => unknown.push(name.clone()),
             Some(Class::Refused(harmless, hint)) if !value.is_null() && !harmless(value) => {
                 return Err(FieldError::new(name, format!("`{name}` is not supported. {hint}")));
             }
-            Some(_) => {}
+            _ => {}
         }
     }
-    Ok(unknown)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -253,7 +284,17 @@ mod tests {
             "best_of": 1, "suffix": null, "tools": [], "response_format": {"type": "text"}, "guided_json": null,
             "structured_outputs": {}, "store": false, "modalities": ["text"], "use_beam_search": false,
         });
-        assert_eq!(check(body.as_object().unwrap(), Endpoint::Chat), Ok(vec!["suffix".to_owned()]));
+        assert_eq!(check(body.as_object().unwrap(), Endpoint::Chat), Ok(()));
+        assert_eq!(unknown(&body, Endpoint::Chat), ["suffix"]);
+    }
+
+    #[test]
+    fn each_route_knows_its_own_names() {
+        let body = json!({"model": "m", "prompt": "x", "tokens": [1], "temperature": 0});
+        assert_eq!(unknown(&body, Endpoint::Completions), ["tokens"]);
+        assert_eq!(unknown(&body, Endpoint::Tokenize), ["tokens", "temperature"]);
+        assert_eq!(unknown(&body, Endpoint::Detokenize), ["prompt", "temperature"]);
+        assert_eq!(unknown(&json!([1]), Endpoint::Chat), [""; 0]);
     }
 
     #[test]

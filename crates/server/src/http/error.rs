@@ -7,9 +7,6 @@ use kwire_protocol::openai::{ErrorBody, ErrorResponse, FieldError};
 use crate::error::ServiceError;
 use crate::health::Illness;
 
-/// Seconds after which a refused client may try again.
-const RETRY_AFTER: HeaderValue = HeaderValue::from_static("1");
-
 /// Everything that can be wrong with a request.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiError {
@@ -63,7 +60,7 @@ impl ApiError {
                 ServiceError::Template(_) => (S::BAD_REQUEST, "BadRequestError", Some("messages")),
                 ServiceError::Tokenizer(_) => (S::BAD_REQUEST, "BadRequestError", None),
                 ServiceError::UnknownModel(_) => (S::NOT_FOUND, "NotFoundError", Some("model")),
-                ServiceError::Loading | ServiceError::Draining | ServiceError::Overloaded(_) => {
+                ServiceError::Loading | ServiceError::Draining | ServiceError::Overloaded { .. } => {
                     (S::SERVICE_UNAVAILABLE, "ServiceUnavailableError", None)
                 }
                 ServiceError::EngineStopped | ServiceError::Engine(_) => {
@@ -103,7 +100,12 @@ impl IntoResponse for ApiError {
         }
         let mut response = (status, axum::Json(self.body())).into_response();
         if status == StatusCode::SERVICE_UNAVAILABLE {
-            response.headers_mut().insert(header::RETRY_AFTER, RETRY_AFTER);
+            // One that loads or drains may have a neighbour that does not.
+            let seconds = match self {
+                Self::Service(ServiceError::Overloaded { retry_after_s, .. }) => retry_after_s,
+                _ => 1,
+            };
+            response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
         }
         if status == StatusCode::UNAUTHORIZED {
             response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));

@@ -1,9 +1,9 @@
-//! What happens to every request: the key is checked, the answer is counted.
+//! What happens to every request: the key is checked, the answer is counted and carries the client's name for it.
 
 use std::sync::Arc;
 
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::{HeaderMap, Method, header};
+use axum::http::{HeaderMap, HeaderName, Method, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 
@@ -12,6 +12,9 @@ use crate::server::Inner;
 
 /// Paths that are not counted, as in vLLM: probes would drown the rest.
 const UNCOUNTED: [&str; 6] = ["/metrics", "/health", "/ready", "/load", "/ping", "/version"];
+
+/// The client's name for a request.
+pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// Runs around every handler.
 pub async fn guard(State(inner): State<Arc<Inner>>, request: Request, next: Next) -> Response {
@@ -25,7 +28,11 @@ pub async fn guard(State(inner): State<Arc<Inner>>, request: Request, next: Next
     let method = known_method(request.method());
     let handler =
         request.extensions().get::<MatchedPath>().map_or_else(|| "none".to_owned(), |p| p.as_str().to_owned());
-    let response = if denied { ApiError::Unauthorized.into_response() } else { next.run(request).await };
+    let id = request.headers().get(&REQUEST_ID).cloned();
+    let mut response = if denied { ApiError::Unauthorized.into_response() } else { next.run(request).await };
+    if let Some(id) = id {
+        response.headers_mut().insert(REQUEST_ID, id);
+    }
     if counted {
         let seconds = inner.ambient.now() - begin;
         inner.metrics.http.observe(method, &handler, response.status().as_u16(), seconds);

@@ -1,21 +1,22 @@
 //! Routes and the wire.
 
 mod body;
-mod chat;
-mod completions;
+mod create;
 pub mod error;
 mod guard;
+mod live;
 mod meta;
 mod sse;
-mod tokenize;
 
 use std::sync::Arc;
 
 use axum::Router;
 use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post};
+use kwire_protocol::openai::Endpoint;
 
 use crate::server::Inner;
+use create::create;
 use error::ApiError;
 
 /// The state that handlers see.
@@ -25,10 +26,10 @@ type State = axum::extract::State<Arc<Inner>>;
 pub(crate) fn router(inner: Arc<Inner>) -> Router {
     Router::new()
         .route("/v1/models", get(meta::models))
-        .route("/v1/completions", post(completions::create))
-        .route("/v1/chat/completions", post(chat::create))
-        .route("/tokenize", post(tokenize::tokenize))
-        .route("/detokenize", post(tokenize::detokenize))
+        .route("/v1/completions", post(|s: State, h, b| create(Endpoint::Completions, s, h, b)))
+        .route("/v1/chat/completions", post(|s: State, h, b| create(Endpoint::Chat, s, h, b)))
+        .route("/tokenize", post(|s: State, h, b| create(Endpoint::Tokenize, s, h, b)))
+        .route("/detokenize", post(|s: State, h, b| create(Endpoint::Detokenize, s, h, b)))
         .route("/version", get(meta::version))
         .route("/health", get(meta::health))
         .route("/ready", get(meta::ready))

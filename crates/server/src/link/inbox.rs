@@ -57,7 +57,8 @@ pub enum Lost {
     ShuttingDown,
 }
 
-/// A mailbox with one reader. Bounded by the tokens the request may generate: tokens of one sequence merge.
+/// A mailbox with one reader. Bounded by the tokens the request may generate; neighbouring tokens of one sequence
+/// merge.
 #[derive(Default)]
 pub struct Inbox {
     state: Mutex<State>,

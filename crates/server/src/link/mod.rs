@@ -8,7 +8,7 @@ mod inbox;
 mod prefixes;
 mod timing;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -18,18 +18,22 @@ use tokio::sync::mpsc;
 pub use inbox::{Inbox, Lost, Update, UpdateKind};
 pub use prefixes::PrefixLog;
 
-use crate::admission::{Permit, lock};
+use crate::admission::{Permit, lock, retry_after_s};
 use crate::metrics::EngineMetrics;
 use timing::Timing;
+
+/// Completions that tell how fast requests are answered: the last so many, within so many seconds.
+const COMPLETED_KEPT: usize = 64;
+const COMPLETED_S: f64 = 60.0;
 
 /// Receives what a [`report_channel`]'s sink is given.
 pub struct ReportReceiver(mpsc::UnboundedReceiver<StepReport>);
 
 /// The sink that the engine thread calls, and the end that [`crate::Server::set_model`] takes. What waits in between is
-/// bounded by the tokens that accepted requests may still generate.
+/// bounded by the steps that accepted requests still take, and one more for each command.
 #[expect(
     clippy::disallowed_methods,
-    reason = "admission bounds what can be in it, and the engine thread must not block"
+    reason = "accepted requests bound what can be in it, and the engine thread must not block"
 )]
 pub fn report_channel() -> (ReportSink, ReportReceiver) {
     let (sender, receiver) = mpsc::unbounded_channel();
@@ -46,7 +50,10 @@ pub struct Link {
     next_id: AtomicU64,
     last_sign: AtomicU64,
     stopped: AtomicBool,
+    ending: AtomicBool,
     stats: Mutex<StepStats>,
+    /// When requests were completed lately.
+    completed: Mutex<VecDeque<Seconds>>,
     /// Prefixes that the engine holds.
     pub prefixes: Mutex<PrefixLog>,
     metrics: EngineMetrics,
@@ -87,14 +94,16 @@ impl Link {
             next_id: AtomicU64::new(1),
             last_sign: AtomicU64::new(now.to_bits()),
             stopped: AtomicBool::new(false),
+            ending: AtomicBool::new(false),
             stats: Mutex::default(),
+            completed: Mutex::default(),
             prefixes: Mutex::new(PrefixLog::new(epoch)),
             metrics,
         })
     }
 
-    /// Sends requests to the engine; their events arrive in one inbox, marked with their index. `None`: it has stopped.
-    pub fn submit(self: &Arc<Self>, outgoing: Vec<Outgoing>, now: Seconds) -> Option<Submission> {
+    /// Sends requests to the engine; their events arrive in one inbox, marked with their index.
+    pub fn submit(self: &Arc<Self>, outgoing: Vec<Outgoing>, now: Seconds) -> Result<Submission, Lost> {
         let inbox = Arc::new(Inbox::default());
         let mut submission =
             Submission { link: Arc::clone(self), ids: Vec::new(), inbox: Arc::clone(&inbox), complete: false };
@@ -103,6 +112,9 @@ impl Link {
             request.id = id;
             let timing = Timing::new(&request);
             let mut entries = lock(&self.entries);
+            if self.ending.load(Ordering::Acquire) {
+                return Err(Lost::ShuttingDown); // it would miss `end_all`
+            }
             if entries.is_empty() {
                 self.sign(now); // an idle engine is not late
             }
@@ -111,10 +123,10 @@ impl Link {
             submission.ids.push(id);
             if self.stopped() || self.engine.send(Command::Add(Box::new(request))).is_err() {
                 self.stop();
-                return None;
+                return Err(Lost::EngineStopped);
             }
         }
-        Some(submission)
+        Ok(submission)
     }
 
     /// Sends a command; a stopped engine ignores it.
@@ -147,9 +159,27 @@ impl Link {
         *lock(&self.stats)
     }
 
-    /// Ends all requests; their streams get `lost`.
-    pub fn end_all(&self, lost: Lost) {
+    /// Seconds until a refused request may find room, by how fast others were completed of late.
+    pub fn retry_after_s(&self, now: Seconds) -> u64 {
+        let completed = lock(&self.completed);
+        let n_old = completed.partition_point(|at| now - at > COMPLETED_S);
+        let over_s = completed.get(n_old).map_or(0.0, |first| now - first);
+        retry_after_s(self.stats().waiting, completed.len() - n_old, over_s)
+    }
+
+    fn note_completed(&self, now: Seconds) {
+        let mut completed = lock(&self.completed);
+        if completed.len() == COMPLETED_KEPT {
+            completed.pop_front();
+        }
+        completed.push_back(now);
+    }
+
+    /// Ends all requests; their streams get [`Lost::ShuttingDown`], and no more are sent to the engine.
+    pub fn end_all(&self) {
+        let lost = Lost::ShuttingDown;
         let entries = lock(&self.entries);
+        self.ending.store(true, Ordering::Release);
         for (&id, entry) in entries.iter() {
             self.send(Command::End { id, sequence: None, stopped: false });
             let update = Update { prompt: entry.prompt, kind: UpdateKind::Lost(lost) };
@@ -192,6 +222,7 @@ impl Link {
             let done = matches!(kind, UpdateKind::Done);
             wakers.extend(entry.inbox.push(Update { prompt: entry.prompt, kind }));
             if done {
+                self.note_completed(now);
                 entries.remove(&id);
             }
         }

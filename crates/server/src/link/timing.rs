@@ -8,6 +8,7 @@ use crate::metrics::EngineMetrics;
 pub struct Timing {
     arrival: Seconds,
     prompt_tokens: usize,
+    cached_tokens: usize,
     max_tokens: usize,
     n: u32,
     started: Option<Seconds>,
@@ -22,6 +23,7 @@ impl Timing {
         Self {
             arrival: request.arrival,
             prompt_tokens: request.prompt.len(),
+            cached_tokens: 0,
             max_tokens: request.stop.max_tokens,
             n: request.n,
             started: None,
@@ -33,7 +35,8 @@ impl Timing {
     /// Notes an event and observes what it completes.
     pub fn event(&mut self, event: &Event, now: Seconds, metrics: &EngineMetrics) {
         match event {
-            Event::Started { .. } => {
+            Event::Started { cached_tokens, .. } => {
+                self.cached_tokens = *cached_tokens;
                 self.started = Some(now);
                 metrics.queue_time.observe(now - self.arrival);
             }
@@ -56,6 +59,8 @@ impl Timing {
                 metrics.request_preemptions.observe(f64::from(*preemptions));
                 metrics.request_params_n.observe(f64::from(self.n));
                 metrics.request_prompt_tokens.observe(self.prompt_tokens as f64);
+                let computed = self.prompt_tokens.saturating_sub(self.cached_tokens);
+                metrics.request_prefill_kv_computed_tokens.observe(computed as f64);
                 metrics.request_params_max_tokens.observe(self.max_tokens as f64);
                 let most = self.sequences.iter().map(|&(_, count)| count).max().unwrap_or(0);
                 metrics.request_max_generation_tokens.observe(most as f64);

@@ -29,6 +29,7 @@ pub struct EngineMetrics {
     prefix_hits: Counter,
     preemptions: Counter,
     prompt_tokens: Counter,
+    prompt_sources: PromptSources,
     generation_tokens: Counter,
     success: Family<Labels, Counter>,
     rejections: Family<Labels, Counter>,
@@ -43,10 +44,31 @@ pub struct EngineMetrics {
     pub decode_time: Histogram,
     pub request_prompt_tokens: Histogram,
     pub request_generation_tokens: Histogram,
+    pub request_prefill_kv_computed_tokens: Histogram,
     pub request_max_generation_tokens: Histogram,
     pub request_params_max_tokens: Histogram,
     pub request_params_n: Histogram,
     pub request_preemptions: Histogram,
+}
+
+/// Where prompt tokens came from: computed here, or found in this engine's cache; none come from elsewhere.
+#[derive(Clone)]
+struct PromptSources {
+    cached: Counter,
+    local_cache_hit: Counter,
+    local_compute: Counter,
+}
+
+impl PromptSources {
+    fn register(names: &mut Names<'_>) -> Self {
+        let family: Family<Labels, Counter> = Family::default();
+        let of = |source| family.get_or_create(&[("source", source)]).clone();
+        of("external_kv_transfer");
+        let (local_cache_hit, local_compute) = (of("local_cache_hit"), of("local_compute"));
+        names.add("prompt_tokens_by_source", "Prompt tokens by where they came from", family);
+        let cached = names.counter("prompt_tokens_cached", "Prompt tokens that came from a cache");
+        Self { cached, local_cache_hit, local_compute }
+    }
 }
 
 /// Registers under `vllm:`.
@@ -89,6 +111,7 @@ impl EngineMetrics {
             prefix_hits: names.counter("prefix_cache_hits", "Tokens found in the prefix cache"),
             preemptions: names.counter("num_preemptions", "Preemptions"),
             prompt_tokens: names.counter("prompt_tokens", "Prefill tokens processed"),
+            prompt_sources: PromptSources::register(&mut names),
             generation_tokens: names.counter("generation_tokens", "Generation tokens processed"),
             success: names.add("request_success", "Requests by the reason they ended", Family::default()),
             iteration_tokens: names.histogram("iteration_tokens_total", "Tokens per step", &buckets::ITERATION_TOKENS),
@@ -113,9 +136,10 @@ impl EngineMetrics {
             prefill_time: names.histogram("request_prefill_time_seconds", "Time spent in prefill in seconds", times),
             decode_time: names.histogram("request_decode_time_seconds", "Time spent in decode in seconds", times),
             request_prompt_tokens: names.histogram("request_prompt_tokens", "Prefill tokens of a request", &tokens),
-            request_generation_tokens: names.histogram(
-                "request_generation_tokens",
-                "Generation tokens of a request",
+            request_generation_tokens: names.histogram("request_generation_tokens", "Tokens generated", &tokens),
+            request_prefill_kv_computed_tokens: names.histogram(
+                "request_prefill_kv_computed_tokens",
+                "Prompt tokens of a request that did not come from a cache",
                 &tokens,
             ),
             request_max_generation_tokens: names.histogram(
@@ -123,11 +147,7 @@ impl EngineMetrics {
                 "Most generation tokens of a request's sequences",
                 &tokens,
             ),
-            request_params_max_tokens: names.histogram(
-                "request_params_max_tokens",
-                "The parameter max_tokens",
-                &tokens,
-            ),
+            request_params_max_tokens: names.histogram("request_params_max_tokens", "The limit asked for", &tokens),
             request_params_n: names.histogram("request_params_n", "The parameter n", &buckets::PARAMS_N),
             request_preemptions: names.histogram(
                 "request_num_preemptions",
@@ -152,6 +172,11 @@ impl EngineMetrics {
         ] {
             counter.inc_by(now.saturating_sub(before));
         }
+        let cached = now.prefix_hits.saturating_sub(before.prefix_hits);
+        let admitted = now.prompt_tokens.saturating_sub(before.prompt_tokens);
+        self.prompt_sources.cached.inc_by(cached);
+        self.prompt_sources.local_cache_hit.inc_by(cached);
+        self.prompt_sources.local_compute.inc_by(admitted.saturating_sub(cached));
         if now.steps > before.steps && now.batch_tokens > 0 {
             self.iteration_tokens.observe(now.batch_tokens as f64);
         }

@@ -2,17 +2,15 @@
 
 use std::sync::Arc;
 
-use kwire_protocol::openai::chat::{
-    ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatDelta, ChatMessage, ChatPrompt, ChatRequest,
-};
+use kwire_protocol::openai::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatMessage, ChatPrompt, ChatRequest};
 use kwire_protocol::openai::logprobs::ChatLogprobs;
-use kwire_protocol::openai::{FieldError, Usage};
+use kwire_protocol::openai::{Answer, FieldError, Usage};
 use kwire_protocol::prefix;
 use kwire_protocol::resume::{ChunkReport, PrefixName};
 
 use super::choice::Delta;
 use super::logprobs::Printer;
-use super::prepare::{PreparedPrompt, Wanted};
+use super::prepare::{PreparedPrompt, Wanted, check_text_len};
 use super::{ChunkSink, Envelope, Generation, Run, Service, chunk_report, prefixes};
 use crate::error::ServiceError;
 use crate::model::ModelContext;
@@ -31,7 +29,7 @@ impl Service {
     /// Accepts a request, or says why not. `id_hint` is the client's name for it.
     pub async fn chat(&self, request: ChatRequest, id_hint: Option<&str>) -> Result<ChatRun, ServiceError> {
         let ChatRequest { common, prompt, max_tokens, max_tokens_field, logprobs } = request;
-        self.check(&common)?;
+        self.check_model(common.model.as_ref())?;
         let permit = self.admit(1, common.n as usize)?;
         let envelope = self.envelope(&common, "chatcmpl", id_hint);
         let plan = self.plan(&common, &envelope, logprobs)?;
@@ -84,6 +82,7 @@ impl Service {
                     )
                 })?;
                 let text = template.render(&chat, unix_s)?;
+                check_text_len(&model, &text, truncate, "messages")?;
                 if names.is_empty() {
                     let tokens = model.tokenizer.encode(&text, add_special)?;
                     return Ok::<_, ServiceError>((text, (tokens, Vec::new())));
@@ -114,15 +113,11 @@ impl ChatRun {
         let prompt = &self.generation.prompts[0].prompt.tokens;
         let report: Option<ChunkReport> =
             of.filter(|_| self.envelope.report).map(|delta| chunk_report(&self.envelope, &delta.tokens, prompt, first));
-        sink.chunk(&ChatChunk {
-            id: &self.envelope.id,
-            object: "chat.completion.chunk",
-            created: self.envelope.created,
-            model: &self.envelope.model,
-            choices,
+        sink.chunk(&Answer {
             usage,
             prompt_token_ids: (first && self.envelope.return_token_ids).then_some(prompt),
             kwire: report.as_ref(),
+            ..self.envelope.answer("chat.completion.chunk", choices)
         });
     }
 
@@ -199,16 +194,13 @@ impl Run for ChatRun {
             stop_reason: of.finish.as_ref().and_then(|finish| finish.stop.as_ref()),
             token_ids: envelope.return_token_ids.then_some(&of.tokens),
         });
-        sink.chunk(&ChatCompletion {
-            id: &envelope.id,
-            object: "chat.completion",
-            created: envelope.created,
-            model: &envelope.model,
-            choices: choices.collect(),
-            usage: self.generation.usage(envelope.cached_details),
+        let choices: Vec<_> = choices.collect();
+        sink.chunk(&Answer {
+            usage: Some(self.generation.usage(envelope.cached_details)),
             prompt_logprobs: self.prompt_logprobs.then(|| printer.prompt(tokens, &prompt.logprobs)),
             prompt_token_ids: envelope.return_token_ids.then_some(tokens),
             kwire: report.as_ref(),
+            ..envelope.answer("chat.completion", &choices)
         });
         Ok(())
     }

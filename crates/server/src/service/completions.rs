@@ -2,15 +2,15 @@
 
 use std::sync::Arc;
 
-use kwire_protocol::openai::completions::{Completion, CompletionChoice, CompletionRequest, Prompt};
+use kwire_protocol::openai::completions::{CompletionChoice, CompletionRequest, Prompt};
 use kwire_protocol::openai::logprobs::CompletionLogprobs;
-use kwire_protocol::openai::{Common, FieldError};
+use kwire_protocol::openai::{Answer, Common, FieldError};
 use kwire_protocol::prefix::Segment;
 use kwire_protocol::resume::PrefixName;
 
 use super::choice::Delta;
 use super::logprobs::Printer;
-use super::prepare::{PreparedPrompt, Wanted};
+use super::prepare::{NO_RESUMED_LOGPROBS, PreparedPrompt, Wanted, check_text_len};
 use super::{ChunkSink, Envelope, Generation, Run, Service, chunk_report, prefixes};
 use crate::error::ServiceError;
 
@@ -44,11 +44,14 @@ impl Service {
         id_hint: Option<&str>,
     ) -> Result<CompletionRun, ServiceError> {
         let CompletionRequest { common, prompts, max_tokens, echo, logprobs } = request;
-        self.check(&common)?;
+        self.check_model(common.model.as_ref())?;
         let permit = self.admit(prompts.len(), common.n as usize)?;
         let envelope = self.envelope(&common, "cmpl", id_hint);
         let mut plan = self.plan(&common, &envelope, logprobs)?;
         if echo && logprobs.is_some() {
+            if plan.resume.is_some() {
+                return Err(FieldError::new("echo", NO_RESUMED_LOGPROBS).into());
+            }
             plan.prompt_logprobs = plan.prompt_logprobs.max(logprobs);
         }
         let mut max_tokens = max_tokens.unwrap_or(Some(DEFAULT_MAX_TOKENS));
@@ -104,7 +107,7 @@ impl Service {
         names: &[PrefixName],
         param: &str,
     ) -> Result<PreparedPrompt, ServiceError> {
-        self.check_text_len(&text, truncate, param)?;
+        check_text_len(&self.model, &text, truncate, param)?;
         let model = Arc::clone(&self.model);
         let names = names.to_vec();
         let (text, tokens, tags) = self
@@ -177,14 +180,10 @@ impl CompletionRun {
         let report = of.filter(|_| envelope.report).map(|(tokens, index, first)| {
             chunk_report(envelope, tokens, &self.generation.prompt_of(*index).prompt.tokens, *first)
         });
-        sink.chunk(&Completion {
-            id: &envelope.id,
-            object: "text_completion",
-            created: envelope.created,
-            model: &envelope.model,
-            choices,
+        sink.chunk(&Answer {
             usage: usage.then(|| self.generation.usage(envelope.cached_details)),
             kwire: report.as_ref(),
+            ..envelope.answer("text_completion", choices)
         });
     }
 }

@@ -7,12 +7,12 @@ use kwire_engine::{FinishReason, TokenLogprobs};
 use kwire_protocol::openai::Usage;
 use kwire_protocol::openai::usage::PromptTokensDetails;
 
+use super::Service;
 use super::choice::{Choice, Delta};
 use super::prepare::{Plan, PreparedPrompt, Wanted};
-use super::{Live, Service};
 use crate::admission::Permit;
 use crate::error::ServiceError;
-use crate::link::{Lost, Outgoing, Submission, Update, UpdateKind};
+use crate::link::{Outgoing, Submission, Update, UpdateKind};
 use crate::text::Tokenizer;
 
 /// One prompt of the call.
@@ -37,7 +37,6 @@ pub struct Generation {
     updates: Vec<Update>,
     /// For looking at tokens.
     pub tokenizer: Arc<Tokenizer>,
-    _live: Live,
 }
 
 impl Service {
@@ -75,11 +74,8 @@ impl Service {
                 choice.finish(FinishReason::Length).map_err(ServiceError::Engine)?;
             }
         }
-        let submission = if choices.iter().all(Choice::finished) {
-            None
-        } else {
-            Some(self.link.submit(outgoing, now).ok_or(ServiceError::EngineStopped)?)
-        };
+        let submission =
+            if choices.iter().all(Choice::finished) { None } else { Some(self.link.submit(outgoing, now)?) };
         Ok(Generation {
             prompts: prompts
                 .into_iter()
@@ -91,7 +87,6 @@ impl Service {
             submission,
             updates: Vec::new(),
             tokenizer: Arc::clone(tokenizer),
-            _live: self.live(),
         })
     }
 }
@@ -161,10 +156,7 @@ impl Generation {
                 }
             }
             UpdateKind::Lost(lost) if self.choices[prompt * n..(prompt + 1) * n].iter().any(|c| !c.finished()) => {
-                return Err(match lost {
-                    Lost::EngineStopped => ServiceError::EngineStopped,
-                    Lost::ShuttingDown => ServiceError::Draining,
-                });
+                return Err(lost.into());
             }
             UpdateKind::Lost(_) => {}
         }

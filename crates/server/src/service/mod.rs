@@ -15,7 +15,7 @@ pub mod tokenize;
 
 use std::sync::Arc;
 
-use kwire_protocol::openai::{Common, FieldError};
+use kwire_protocol::openai::{Answer, Common, FieldError};
 use kwire_protocol::resume::ChunkReport;
 use serde::Serialize;
 use serde_json::Value;
@@ -27,7 +27,7 @@ pub use generation::Generation;
 
 use crate::admission::{Admission, Permit};
 use crate::ambient::Ambient;
-use crate::config::{AdmissionConfig, RequestPolicy, UnknownFields};
+use crate::config::{AdmissionConfig, RequestPolicy};
 use crate::error::ServiceError;
 use crate::link::Link;
 use crate::metrics::EngineMetrics;
@@ -62,11 +62,11 @@ pub struct Service {
     pub(crate) ambient: Ambient,
     pub(crate) pool: TextPool,
     metrics: EngineMetrics,
-    /// Generations that someone reads.
+    /// Requests accepted whose answers are not complete.
     live: watch::Sender<usize>,
 }
 
-/// Counts a generation as live.
+/// Counts a request as live, until its answer is complete or its client gone.
 pub(crate) struct Live(watch::Sender<usize>);
 
 impl Drop for Live {
@@ -98,7 +98,7 @@ impl Service {
         (policy, admission, ambient): (RequestPolicy, &AdmissionConfig, Ambient),
         pool: TextPool,
     ) -> Self {
-        let max_requests = admission.max_num_queued_reqs.unwrap_or(4 * model.capacity.max_num_seqs.max(1));
+        let max_requests = admission.max_num_queued_reqs.unwrap_or(usize::MAX);
         Self {
             model: Arc::new(model),
             link,
@@ -111,7 +111,7 @@ impl Service {
         }
     }
 
-    /// Waits until nobody reads a generation any more.
+    /// Waits until every accepted request is answered.
     pub async fn idle(&self) {
         let mut live = self.live.subscribe();
         let _ = live.wait_for(|&n| n == 0).await; // the sender lives as long as we do
@@ -122,14 +122,9 @@ impl Service {
         Live(self.live.clone())
     }
 
-    /// What can be refused without work: unknown fields by policy, the model's name.
-    fn check(&self, common: &Common) -> Result<(), ServiceError> {
-        if self.policy.unknown_fields == UnknownFields::Reject
-            && let Some(name) = common.unknown_fields.first()
-        {
-            return Err(FieldError::new(name, format!("Unrecognized request field `{name}`.")).into());
-        }
-        match &common.model {
+    /// Refuses requests for another model.
+    fn check_model(&self, name: Option<&String>) -> Result<(), ServiceError> {
+        match name {
             Some(name) if !self.model.names.contains(name) => Err(ServiceError::UnknownModel(name.clone())),
             _ => Ok(()),
         }
@@ -155,7 +150,7 @@ impl Service {
 
     pub(crate) fn rejected(&self, rejection: crate::error::Rejection) -> ServiceError {
         self.metrics.rejected(rejection);
-        ServiceError::Overloaded(rejection)
+        ServiceError::Overloaded { rejection, retry_after_s: self.link.retry_after_s(self.ambient.now()) }
     }
 
     fn envelope(&self, common: &Common, prefix: &str, id_hint: Option<&str>) -> Envelope {
@@ -169,14 +164,29 @@ impl Service {
             id: resume.and_then(|r| r.id.clone()).unwrap_or_else(ours),
             created: resume.and_then(|r| r.created).unwrap_or_else(|| self.ambient.unix_s()),
             model: common.model.clone().unwrap_or_else(|| self.model.names[0].clone()),
-            // 53 bits, so that every JSON reader gets the number right.
-            seed: seed.unwrap_or_else(|| self.ambient.random() >> 11),
+            seed: seed.unwrap_or_else(|| self.ambient.seed()),
             include_usage: common.include_usage,
             continuous_usage: common.continuous_usage,
             cached_details: self.policy.enable_prompt_tokens_details,
             return_token_ids: common.return_token_ids,
             tokens_as_ids: common.return_tokens_as_token_ids,
             report: common.internal.report,
+        }
+    }
+}
+
+impl Envelope {
+    fn answer<'a, C>(&'a self, object: &'static str, choices: &'a [C]) -> Answer<'a, C> {
+        Answer {
+            id: &self.id,
+            object,
+            created: self.created,
+            model: &self.model,
+            choices,
+            usage: None,
+            prompt_logprobs: None,
+            prompt_token_ids: None,
+            kwire: None,
         }
     }
 }

@@ -28,7 +28,7 @@ pub fn tags(segments: &[Segment<'_>], names: &[PrefixName], prompt: &str, ends: 
         while let Some(name) = names.next_if(|name| name.end <= chars + n_chars) {
             let end_byte = match content {
                 Some((begin, lead, length)) => {
-                    let within = text.char_indices().nth(name.end - chars).map_or(text.len(), |(i, _)| i);
+                    let within = text.char_indices().nth(name.end.saturating_sub(chars)).map_or(text.len(), |(i, _)| i);
                     begin + within.saturating_sub(lead).min(length)
                 }
                 None => byte,
@@ -72,5 +72,7 @@ mod tests {
         let got: Vec<(u64, usize)> =
             tags(&segments, &names, prompt, &ends).iter().map(|tag| (tag.id, tag.end_token)).collect();
         assert_eq!(got, [(2, 8), (3, 14), (4, 14), (5, 24)]);
+        let unordered = [(5, 32), (1, 12)].map(|(id, end)| PrefixName { id, end });
+        assert_eq!(tags(&segments, &unordered, prompt, &ends).len(), 2, "a broken promise is no panic");
     }
 }

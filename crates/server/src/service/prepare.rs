@@ -2,18 +2,20 @@
 
 use std::sync::Arc;
 
-use kwire_engine::model::checkpoint::GenerationDefaults;
 use kwire_engine::{PrefixTag, Request, RequestId, SampleParams, StopParams};
 use kwire_protocol::openai::{Common, FieldError};
 use kwire_protocol::resume::Resume;
 
 use super::{Envelope, Service};
-use crate::config::GenerationConfig;
 use crate::error::ServiceError;
+use crate::model::ModelContext;
 use crate::text::StopSet;
 
 /// vLLM draws no colder than this (`_MAX_TEMP`), unless greedily: below, softmax overflows.
 const MIN_TEMPERATURE: f32 = 0.01;
+
+/// They went to the client before the stream moved; only whole prompts are scored.
+pub(crate) const NO_RESUMED_LOGPROBS: &str = "A resumed request has no log-probabilities of its prompt.";
 
 /// A prompt in tokens.
 #[derive(Clone, Default)]
@@ -61,7 +63,7 @@ impl Service {
         envelope: &Envelope,
         logprobs: Option<u32>,
     ) -> Result<Plan, ServiceError> {
-        let defaults = self.defaults();
+        let defaults = self.model.generation;
         let eos = if common.ignore_eos { Vec::new() } else { self.model.eos_token_ids.clone() };
         let mut stop_token_ids = eos.clone();
         stop_token_ids.extend(common.stop_token_ids.iter().filter(|id| !eos.contains(id)));
@@ -88,6 +90,9 @@ impl Service {
         if resume.is_some() && common.n != 1 {
             return Err(FieldError::new("kwire.resume", "Only requests with `n: 1` can be resumed.").into());
         }
+        if resume.is_some() && common.prompt_logprobs.is_some() {
+            return Err(FieldError::new("prompt_logprobs", NO_RESUMED_LOGPROBS).into());
+        }
         Ok(Plan {
             n: common.n,
             sampling,
@@ -102,14 +107,6 @@ impl Service {
             cache_salt: common.cache_salt.clone(),
             resume,
         })
-    }
-
-    /// Defaults by `--generation-config`.
-    fn defaults(&self) -> GenerationDefaults {
-        match self.policy.generation_config {
-            GenerationConfig::Auto => self.model.generation,
-            GenerationConfig::Vllm => GenerationDefaults::default(),
-        }
     }
 
     /// Tokens that may follow a prompt of `n_prompt` tokens; an error if it does not fit.
@@ -138,7 +135,7 @@ impl Service {
                 return Err(FieldError::new(field, message).into());
             }
             Some(asked) => asked,
-            None => self.defaults().max_new_tokens.map_or(rest, |most| rest.min(most as usize)),
+            None => self.model.generation.max_new_tokens.map_or(rest, |most| rest.min(most as usize)),
         };
         if min_tokens > max_tokens {
             let message = format!("`min_tokens` must be at most `max_tokens` ({max_tokens}), got {min_tokens}.");
@@ -178,17 +175,6 @@ impl Service {
         Ok(PreparedPrompt { tokens: tokens.into(), tags, text: None })
     }
 
-    /// Refuses a text that cannot fit, before it is tokenized.
-    pub(crate) fn check_text_len(&self, text: &str, truncate: Option<i64>, param: &str) -> Result<(), ServiceError> {
-        let limit = self.model.max_model_len;
-        let at_least = text.len() / self.model.tokenizer.longest_token();
-        // Normalization may shorten a text, hardly ever by half.
-        if truncate.is_none() && at_least / 2 >= limit {
-            return Err(too_long(limit, at_least, "at least ", param).into());
-        }
-        Ok(())
-    }
-
     /// The prompt of a stream that began elsewhere.
     pub(crate) fn resumed_prompt(&self, resume: &Resume) -> Result<PreparedPrompt, ServiceError> {
         let n_ids = self.model.n_vocab;
@@ -219,6 +205,22 @@ impl Plan {
             constraint: None,
         }
     }
+}
+
+/// Refuses a text that cannot fit, before it is tokenized.
+pub(crate) fn check_text_len(
+    model: &ModelContext,
+    text: &str,
+    truncate: Option<i64>,
+    param: &str,
+) -> Result<(), FieldError> {
+    let limit = model.max_model_len;
+    let at_least = text.len() / model.tokenizer.longest_token();
+    // Normalization may shorten a text, hardly ever by half.
+    if truncate.is_none() && at_least / 2 >= limit {
+        return Err(too_long(limit, at_least, "at least ", param));
+    }
+    Ok(())
 }
 
 fn too_long(limit: usize, n_prompt: usize, qualifier: &str, param: &str) -> FieldError {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use tokio::sync::Semaphore;
 
-/// Runs text work off the async threads, a bounded number of pieces at a time; the rest waits in order. Admission
-/// bounds how many can wait.
+/// Runs text work off the async threads, a bounded number of pieces at a time; the rest waits in order. Open
+/// connections bound how many bodies can wait to be parsed, admission how many texts to be tokenized.
 #[derive(Clone)]
 pub struct TextPool {
     permits: Arc<Semaphore>,

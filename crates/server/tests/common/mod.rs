@@ -125,6 +125,7 @@ fn obey(
             }
         }
         Command::ResetPrefixCache => running.iter_mut().for_each(|run| run.script.pause_after = None),
+        Command::Ping(pong) => pong(),
         Command::Inspect(look) => look(&Inspection { stats, blocks_in_use: 0, n_blocks: 100, integrity: Ok(()) }),
     }
 }
@@ -144,6 +145,7 @@ impl Running {
         if !self.started {
             self.started = true;
             stats.prompt_tokens += self.request.prompt.len() as u64;
+            stats.prefix_hits += 1;
             events.push(Event::Started { id, cached_tokens: 1 });
             if let Some(k) = self.request.prompt_logprobs {
                 let logprobs = self.request.prompt[1..].iter().map(|&t| logprob(t, k)).collect();
@@ -229,7 +231,7 @@ pub struct Fixture {
 
 pub fn ambient(clock: &Arc<AtomicU64>) -> Ambient {
     let clock = Arc::clone(clock);
-    Ambient::new(move || f64::from_bits(clock.load(Ordering::SeqCst)), || 1_700_000_000, 42)
+    Ambient::new(move || f64::from_bits(clock.load(Ordering::SeqCst)), || 1_700_000_000, 42, 7)
 }
 
 pub fn model(tokenizer: &Arc<Tokenizer>) -> ModelContext {

@@ -329,9 +329,17 @@ impl Checkpoint {
 
     /// What the text side needs: tokenizer, chat template, special tokens, generation defaults.
     pub fn text(&self) -> Result<TextAssets, CheckpointError> {
+        self.text_with(None)
+    }
+
+    /// [`Checkpoint::text`] with a `tokenizer.json` in place of the checkpoint's own, which may then be missing.
+    pub fn text_with(&self, tokenizer: Option<PathBuf>) -> Result<TextAssets, CheckpointError> {
         match &self.source {
-            Source::Gguf(gguf) => text::from_gguf(gguf),
-            Source::Hf { config, .. } | Source::Dummy { config, .. } => text::from_folder(&self.path, config),
+            Source::Gguf(gguf) => text::from_gguf(gguf).map(|own| match tokenizer {
+                Some(file) => TextAssets { tokenizer: TokenizerSource::Json(file), ..own },
+                None => own,
+            }),
+            Source::Hf { config, .. } | Source::Dummy { config, .. } => text::from_folder(&self.path, config, tokenizer),
         }
     }
 }

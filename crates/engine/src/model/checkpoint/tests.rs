@@ -427,6 +427,9 @@ fn text_of_a_folder() {
     let scratch = Scratch::copy("families/llama1");
     let text = || Checkpoint::open(&scratch.0).unwrap().text();
     says(&text().unwrap_err().to_string(), &["tokenizer.json", "save_pretrained"]);
+    let elsewhere = fixtures().join("tokenizers/smollm.tokenizer.json");
+    let with = Checkpoint::open(&scratch.0).unwrap().text_with(Some(elsewhere.clone())).unwrap();
+    assert_eq!(with.tokenizer, TokenizerSource::Json(elsewhere));
     scratch.write("tokenizer.json", "{}");
     let bare = text().unwrap();
     assert_eq!((bare.bos_token_id, bare.eos_token_ids, bare.chat_template), (Some(1), vec![2], None));

@@ -247,9 +247,13 @@ impl GgufKeys<'_> {
     }
 }
 
-/// Reads the text files of a Hugging Face folder.
-pub(super) fn from_folder(folder: &Path, config: &HfConfig) -> Result<TextAssets, CheckpointError> {
-    let tokenizer = folder.join("tokenizer.json");
+/// Reads the text files of a Hugging Face folder; `instead` is a `tokenizer.json` from elsewhere.
+pub(super) fn from_folder(
+    folder: &Path,
+    config: &HfConfig,
+    instead: Option<PathBuf>,
+) -> Result<TextAssets, CheckpointError> {
+    let tokenizer = instead.unwrap_or_else(|| folder.join("tokenizer.json"));
     if !tokenizer.is_file() {
         return Err(CheckpointError::NotFound {
             path: tokenizer,

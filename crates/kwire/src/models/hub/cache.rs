@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
 
+use crate::models::download::cannot_be;
 use crate::models::select::select;
 
 /// One repository in the cache.
@@ -31,7 +32,7 @@ impl Repo {
     /// Where a file's content goes; its folder is made.
     pub fn blob(&self, blob: &str) -> Result<PathBuf> {
         let blobs = self.folder().join("blobs");
-        std::fs::create_dir_all(&blobs).with_context(|| format!("{} cannot be created", blobs.display()))?;
+        std::fs::create_dir_all(&blobs).with_context(|| cannot_be("created", &blobs))?;
         Ok(blobs.join(blob))
     }
 
@@ -43,7 +44,7 @@ impl Repo {
     /// Makes a file of a snapshot: a relative link to its content.
     pub fn link(&self, commit: &str, name: &str, blob: &str) -> Result<()> {
         let path = self.snapshot(commit).join(name);
-        let shown = || format!("{} cannot be created", path.display());
+        let shown = || cannot_be("created", &path);
         if path.exists() {
             return Ok(());
         }
@@ -65,7 +66,7 @@ impl Repo {
             std::fs::create_dir_all(path.parent().unwrap_or(&self.cache))?;
             std::fs::write(&path, commit)
         };
-        write().with_context(|| format!("{} cannot be written", path.display()))
+        write().with_context(|| cannot_be("written", &path))
     }
 
     /// What to open for `wanted` at `revision`, if all of it is here.

@@ -45,6 +45,11 @@ impl Hub {
         Ok(Self { api, cache })
     }
 
+    /// The model's .gguf file or folder, if all of it is in the cache.
+    pub fn find(&self, model: &HubRef) -> Option<PathBuf> {
+        Repo::new(&self.cache, &model.repo).find(&model.revision, model.select.as_deref()).ok()
+    }
+
     /// The model's .gguf file or folder, downloaded as far as it isn't here.
     pub async fn locate(&self, model: &HubRef) -> Result<PathBuf> {
         let repo = Repo::new(&self.cache, &model.repo);

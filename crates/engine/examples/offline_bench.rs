@@ -72,7 +72,12 @@ impl Bench {
             long_prefill_token_threshold: 0,
             policy: SchedulingPolicy::Fcfs,
         };
-        let backend = CudaBackend::new(0, Element::Bf16, std::env::var_os("EAGER").is_none())?;
+        let backend = CudaBackend::new(
+            0,
+            Element::Bf16,
+            std::env::var_os("EAGER").is_none(),
+            std::env::var_os("CHOICES").map(Into::into),
+        )?;
         let (free, total) = backend.device().memory()?;
         let fixed = FixedMemory::new::<CudaBackend>(&checkpoint, &spec, &limits);
         let bytes = fixed.room(&limits, free - total / 12)?;

@@ -62,7 +62,7 @@ fn compare(name: &str, checkpoint: &Checkpoint, (element, kv): (Element, KvDtype
     let norm = want.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
     let best = |row: &[f32]| (0..row.len()).max_by(|&i, &j| row[i].total_cmp(&row[j])).unwrap();
     for use_graphs in [false, true] {
-        let mut gpu = executor(CudaBackend::new(0, element, use_graphs).unwrap(), checkpoint, kv);
+        let mut gpu = executor(CudaBackend::new(0, element, use_graphs, None).unwrap(), checkpoint, kv);
         for chunk in [LEN, 64, 5, 1] {
             let got = logits(&mut gpu, &tokens, chunk);
             let square: f64 = want.iter().zip(&got).map(|(a, b)| f64::from(a - b).powi(2)).sum();

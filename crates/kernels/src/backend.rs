@@ -435,6 +435,19 @@ pub trait Backend: Send + 'static {
         layer: usize,
         out: &mut Self::Tensor,
     );
+    /// The first half of a gated MLP: `out = act(gate) * up` for `[gate | up] = x · wᵀ + bias`, which may pass through `gate_up`.
+    fn gated_linear(
+        &mut self,
+        rows: usize,
+        x: &Self::Tensor,
+        w: &Self::Weight,
+        act: Activation,
+        gate_up: &mut Self::Tensor,
+        out: &mut Self::Tensor,
+    ) {
+        self.linear(rows, x, w, None, gate_up);
+        self.gated_activation(rows, act, gate_up, out);
+    }
     /// `out = act(gate) * up` over merged rows `[gate | up]`.
     fn gated_activation(&mut self, rows: usize, act: Activation, gate_up: &Self::Tensor, out: &mut Self::Tensor);
     /// Gathers the rows whose logits are wanted: `out[i] = x[logit_tokens[i]]`.

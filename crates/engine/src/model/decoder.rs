@@ -89,8 +89,8 @@ impl<B: Backend> Decoder<B> {
             backend.linear(n_tokens, &a.attended, &w.out, None, &mut a.delta);
             let delta = Some(&mut a.delta);
             backend.all_reduce_add_norm(n_tokens, delta, &mut a.residual, &w.mlp_norm, eps, &mut a.normed);
-            backend.linear(n_tokens, &a.normed, &w.gate_up, None, &mut a.gate_up);
-            backend.gated_activation(n_tokens, layer.mlp.activation, &a.gate_up, &mut a.gated);
+            let act = layer.mlp.activation;
+            backend.gated_linear(n_tokens, &a.normed, &w.gate_up, act, &mut a.gate_up, &mut a.gated);
             backend.linear(n_tokens, &a.gated, &w.down, None, &mut a.delta);
             has_delta = true;
         }

@@ -252,7 +252,7 @@ fn query_map(qkv: &CudaTensor, op: &AttentionOp, tile: u32, element: Element) ->
 }
 
 /// A map of three dimensions, the innermost first; `strides` in bytes, of the others. As wide as a tile is, so is it swizzled.
-fn encode(
+pub(super) fn encode(
     address: u64,
     element: Element,
     sizes: [usize; 3],

@@ -1,6 +1,7 @@
 //! [`CudaBackend`]: the operations of [`Backend`] on one GPU. They only enqueue; a fault shows when results are read.
 
 use std::convert::Infallible;
+use std::path::PathBuf;
 
 use super::Element;
 use super::attention::{Attention, TensorMap, tensor_map};
@@ -8,6 +9,7 @@ use super::cublas::{CublasLt, Shape};
 use super::device::{Arg, Device, DeviceBuffer, Launch};
 use super::graphs::Graphs;
 use super::sampling::{Pending, Sampling};
+use super::small_m::SmallM;
 use super::staging::Staging;
 use super::step::{CudaStep, StepBuffers};
 use crate::{
@@ -132,10 +134,18 @@ impl CudaTensor {
 }
 
 impl CudaBackend {
-    /// A backend on GPU `ordinal` that computes in `element`s; without `use_graphs` every step is launched anew.
-    pub fn new(ordinal: usize, element: Element, use_graphs: bool) -> Result<Self, KernelError> {
+    /// A backend on GPU `ordinal` that computes in `element`s; without `use_graphs` every step is launched anew. `choices` is a
+    /// file in which measurements of matrix products are kept.
+    pub fn new(
+        ordinal: usize,
+        element: Element,
+        use_graphs: bool,
+        choices: Option<PathBuf>,
+    ) -> Result<Self, KernelError> {
         let device = Device::new(ordinal)?;
-        let matrices = CublasLt::new(&device, element)?;
+        let matrices = CublasLt::new(&device, element, choices)?;
+        SmallM::allow_shared(&device, element);
+        device.check()?;
         let staging = None;
         Ok(Self { element, use_graphs, graphs: Graphs::default(), matrices, staging, steps: None, device })
     }
@@ -162,6 +172,14 @@ impl CudaBackend {
         let (storage, launch) = cache.planes(blocks.len());
         self.device.launch(kernel, launch, &[storage[0], storage[1], storage[2], (&ids).into(), buffer.into()]);
         self.device.synchronize()
+    }
+
+    fn few_tokens(&self, shape: SmallM, x: &CudaTensor, w: &CudaWeight, out: &CudaTensor) {
+        let bias = w.bias.as_ref().map_or(0, |b| b.address);
+        let buffers = [x.address(), w.data.address, bias, out.address()];
+        if let Err(error) = shape.launch(&self.device, self.element, buffers) {
+            self.device.note_error(error);
+        }
     }
 
     fn steps(&self) -> &Steps {
@@ -319,6 +337,10 @@ impl Backend for CudaBackend {
         assert_eq!(out.cols, w.n_rows, "output features");
         assert!(rows <= x.capacity && rows <= out.capacity);
         let f32_out = out.role == TensorRole::Logits;
+        let few = SmallM { m: rows, n: w.n_rows, k: w.n_cols, f32_out, act: None };
+        if few.takes(&self.device) {
+            return self.few_tokens(few, x, w, out);
+        }
         let shape = Shape { m: rows, n: w.n_rows, k: w.n_cols, f32_out, bias: w.bias.is_some() };
         let bias = w.bias.as_ref().map_or(0, |b| b.address);
         self.matrices.product(&self.device, shape, x.address(), w.data.address, bias, out.address());
@@ -402,6 +424,23 @@ impl Backend for CudaBackend {
     ) {
         let Steps { buffers, attention, .. } = self.steps.as_ref().expect("reserved before the first step");
         attention.launch(&self.device, buffers, op, qkv, cache, (group, layer), out);
+    }
+
+    fn gated_linear(
+        &mut self,
+        rows: usize,
+        x: &CudaTensor,
+        w: &CudaWeight,
+        act: Activation,
+        gate_up: &mut CudaTensor,
+        out: &mut CudaTensor,
+    ) {
+        let few = SmallM { m: rows, n: out.cols, k: w.n_cols, f32_out: false, act: Some(act) };
+        if few.takes(&self.device) {
+            return self.few_tokens(few, x, w, out);
+        }
+        self.linear(rows, x, w, None, gate_up);
+        self.gated_activation(rows, act, gate_up, out);
     }
 
     fn gated_activation(&mut self, rows: usize, act: Activation, gate_up: &CudaTensor, out: &mut CudaTensor) {

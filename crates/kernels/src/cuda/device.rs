@@ -186,6 +186,13 @@ impl Device {
         self.note(kernel, result.result());
     }
 
+    /// Whether work is being recorded into a graph, and not run.
+    pub fn is_recording(&self) -> bool {
+        // SAFETY: the stream lives.
+        let status = unsafe { result::stream::is_capturing(self.stream) };
+        status.is_ok_and(|s| s != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
     /// Remembers a fault, of which only the first says the cause.
     pub fn note(&self, what: &str, result: Result<(), DriverError>) {
         if let Err(error) = result {

@@ -7,6 +7,7 @@ mod cublas;
 pub mod device;
 mod graphs;
 mod sampling;
+mod small_m;
 mod staging;
 mod step;
 

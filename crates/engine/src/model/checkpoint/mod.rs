@@ -339,7 +339,9 @@ impl Checkpoint {
                 Some(file) => TextAssets { tokenizer: TokenizerSource::Json(file), ..own },
                 None => own,
             }),
-            Source::Hf { config, .. } | Source::Dummy { config, .. } => text::from_folder(&self.path, config, tokenizer),
+            Source::Hf { config, .. } | Source::Dummy { config, .. } => {
+                text::from_folder(&self.path, config, tokenizer)
+            }
         }
     }
 }

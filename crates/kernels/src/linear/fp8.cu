@@ -13,7 +13,8 @@ template <typename T> __device__ __forceinline__ void store_quantized(e4m3* at, 
     uint32_t out[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        out[i] = __nv_cvt_float2_to_fp8x2(make_float2(to_f32(v.at[2 * i]) * inverse, to_f32(v.at[2 * i + 1]) * inverse), __NV_SATFINITE, __NV_E4M3);
+        out[i] = __nv_cvt_float2_to_fp8x2(make_float2(to_f32(v.at[2 * i]) * inverse, to_f32(v.at[2 * i + 1]) * inverse),
+                                          __NV_SATFINITE, __NV_E4M3);
     *(uint2*)at = make_uint2(out[0] | out[1] << 16, out[2] | out[3] << 16);
 }
 // A scale of 0 would make 0 / 0 of a row of zeros.
@@ -37,7 +38,8 @@ template <typename T> __device__ void quantize_token(const T* x, e4m3* out, floa
     for (int i = threadIdx.x * 8; i < k; i += 2048) store_quantized(out + (int64_t)blockIdx.x * k + i, load_vec<T, 8>(row + i), 1 / s);
 }
 
-// As quantize_token, for each 128 columns: scale[k / 128][stride], the token innermost. Grid: m. Block: 256. k % 128 == 0.
+// As quantize_token, for each 128 columns: scale[k / 128][stride], the token innermost (as cuBLASLt's VEC128_32F wants it, with
+// stride = m). Grid: m. Block: 256. k % 128 == 0.
 template <typename T> __device__ void quantize_group(const T* x, e4m3* out, float* scale, int k, int stride) {
     pdl_trigger();
     pdl_wait();
@@ -63,3 +65,19 @@ template <typename T> __device__ void quantize_group(const T* x, e4m3* out, floa
     }
 QUANTIZE(bf16)
 QUANTIZE(f16)
+
+// small_m_fp8[_blocks][_gated]_T_tTOKENS_rRT: e4m3 weights with a scale per row, or per 128 rows and 128 columns.
+#define FP8(T, tokens, rt) SMALL_M(small_m_fp8_##T##_t##tokens##_r##rt, e4m3, T, T, tokens, rt, 0)
+#define FP8_GATED(T, tokens, rt) SMALL_M(small_m_fp8_gated_##T##_t##tokens##_r##rt, e4m3, T, T, tokens, rt, GATED)
+#define FP8_ALL(T, tokens)                                                                        \
+    FP8(T, tokens, 2)                                                                             \
+    FP8(T, tokens, 4)                                                                             \
+    FP8(T, tokens, 8)                                                                             \
+    FP8_GATED(T, tokens, 4)                                                                       \
+    FP8_GATED(T, tokens, 8)                                                                       \
+    SMALL_M(small_m_fp8_blocks_##T##_t##tokens##_r4, e4m3, T, T, tokens, 4, BLOCKS)               \
+    SMALL_M(small_m_fp8_blocks_gated_##T##_t##tokens##_r4, e4m3, T, T, tokens, 4, BLOCKS | GATED)
+FP8_ALL(bf16, 8)
+FP8_ALL(bf16, 16)
+FP8_ALL(f16, 8)
+FP8_ALL(f16, 16)

@@ -6,8 +6,8 @@
 // tokens and whose 8-column side holds rows of `w`. Their partial sums meet in shared memory in a fixed order at a tile's
 // end, so a token's result is the same bits whatever m, RT, `lines`, `stages` and the grid are.
 //
-// `w` never changes, so the ring is asked for before the wait for the previous kernel, and the next kernel may start once all but
-// a ring's worth of chunks are asked for: its reads then fill the gap between both.
+// `w` never changes, so the ring is asked for before the wait for the previous kernel, and the next kernel may start once all
+// but a ring's worth of chunks are asked for: its reads then fill the gap between both.
 #pragma once
 #include "../cuda/common.cuh"
 #include <cuda.h>
@@ -75,17 +75,19 @@ __device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
     } while (!done);
 }
 
-// Chunks lie in shared memory as [line][row][128 bytes], from a multiple of 1024 bytes on; with l = line * rows + row, the 16-byte
-// vector v of a line's row is at v ^ (l % 8), so that lanes which read one column of vectors hit different banks.
+// Chunks lie in shared memory as [line][row][128 bytes], from a multiple of 1024 bytes on; with l = line * rows + row, the
+// 16-byte vector v of a line's row is at v ^ (l % 8), so that lanes which read one column of vectors hit different banks.
 //
-// Copies with 16 bytes a thread of the copying warps: `n_rows` rows of the layout, of which `valid_rows` exist (the others become
-// zeros); same for lines.
-__device__ __forceinline__ void copy_rows(uint32_t to, const char* from, int64_t pitch, int n_rows, int valid_rows, int lines, int valid_lines, int thread) {
+// Copies with 16 bytes a thread of the copying warps: `n_rows` rows of the layout, of which `valid_rows` exist (the others
+// become zeros); same for lines.
+__device__ __forceinline__ void copy_rows(uint32_t to, const char* from, int64_t pitch, int n_rows, int valid_rows, int lines,
+                                          int valid_lines, int thread) {
     for (int i = thread; i < lines * n_rows * 8; i += COPY_WARPS * 32) {
         int l = i / 8, line = l / n_rows, row = l - line * n_rows, v = i % 8;
         int bytes = row < valid_rows && line < valid_lines ? 16 : 0;
         const char* src = bytes ? from + row * pitch + line * 128 + v * 16 : from;
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + l * 128 + (v ^ l % 8) * 16), "l"(src), "r"(bytes) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + l * 128 + (v ^ l % 8) * 16), "l"(src), "r"(bytes)
+                     : "memory");
     }
 }
 
@@ -100,32 +102,41 @@ __device__ __forceinline__ uint64_t read_once() {
     return policy;
 }
 __device__ __forceinline__ void bulk_copy(uint32_t to, const CUtensorMap* map, int row, int line, uint32_t bar, uint64_t policy) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map),
-        "r"(0), "r"(row), "r"(line), "r"(bar), "l"(policy) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(line), "r"(bar), "l"(policy)
+                 : "memory");
 }
 __device__ __forceinline__ void bulk_copy(uint32_t to, const CUtensorMap* map, int row, int line, uint32_t bar) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(map), "r"(0), "r"(row),
-        "r"(line), "r"(bar) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(map), "r"(0), "r"(row), "r"(line), "r"(bar)
+                 : "memory");
 }
 __device__ __forceinline__ void bulk_vector(uint32_t to, const float* from, int bytes, uint32_t bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(bar)
+                 : "memory");
 }
-__device__ __forceinline__ void fetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+__device__ __forceinline__ void fetch_map(const CUtensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 #endif
 
 // c[16 tokens][8 rows] += a[16][16] · b[16][8]
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, bf16) {
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1,
+                                    bf16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, f16) {
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1,
+                                    f16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ uint4 load_shared(uint32_t at) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
     return v;
 }
 
@@ -157,7 +168,8 @@ struct Share {
 static const float UNWIDEN = 1;
 __device__ __forceinline__ uint2 widen(uint32_t four) {
     uint2 v;
-    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.rn.f16x2.e4m3x2 %0, lo; cvt.rn.f16x2.e4m3x2 %1, hi; }" : "=r"(v.x), "=r"(v.y) : "r"(four));
+    asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, %2; cvt.rn.f16x2.e4m3x2 %0, lo; cvt.rn.f16x2.e4m3x2 %1, hi; }"
+        : "=r"(v.x), "=r"(v.y) : "r"(four));
     return v;
 }
 #else
@@ -177,7 +189,7 @@ __device__ __forceinline__ uint32_t saturated(float low, float high) {
 template <typename T, bool FP8> struct Factor { typedef T type; };
 template <typename T> struct Factor<T, true> { typedef f16 type; };
 
-// TOKENS (8, 16 or 32): upper bound of m. RT: units of 8 rows of `w` in a tile; half of them gate, half up if GATED.
+// TOKENS (8 or 16): upper bound of m. RT: units of 8 rows of `w` in a tile; half of them gate, half up if GATED.
 template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> struct Kernel {
     static constexpr bool IS_GATED = FLAGS & GATED, IS_NORM = FLAGS & NORM, IS_BLOCKS = FLAGS & BLOCKS, IS_FP8 = sizeof(W) == 1;
     static constexpr int TILE_UNITS = IS_GATED ? RT / 2 : RT;
@@ -192,9 +204,10 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
     const SmallM& p;
     const CUtensorMap *w_map, *x_map;
     Share share;
-    uint32_t full, empty, ring;
+    uint32_t full, empty, ring, zeros;
     float *sums, *squares;
-    int x_rows, block_bytes, group_bytes, norm_at, stage_bytes; // rows of x in a group; bytes of a chunk: of 8 rows of w, of a group of x, before `norm`, all
+    int x_rows;                                         // of a group
+    int block_bytes, group_bytes, norm_at, stage_bytes; // of a chunk: 8 rows of w, a group of x, before `norm`, all
 
     __device__ Kernel(const SmallM& p, const CUtensorMap* w_map, const CUtensorMap* x_map, char* shared)
         : p(p), w_map(w_map), x_map(x_map), share(p, TILE_UNITS, COLS) {
@@ -207,16 +220,19 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
         char* after = shared + (ring - shared_address(shared)) + p.stages * stage_bytes;
         full = shared_address(after);
         empty = full + 8 * MAX_STAGES;
-        squares = (float*)(after + 16 * MAX_STAGES); // [warp][TOKENS]
-        sums = squares + MMA_WARPS * TOKENS;         // [warp][unit][token][row of 8]
+        zeros = shared_address(after) + 16 * MAX_STAGES;
+        squares = (float*)(after + 16 * MAX_STAGES + 16); // [warp][TOKENS]
+        sums = squares + MMA_WARPS * TOKENS;              // [warp][unit][token][row of 8]
     }
 
     __device__ void run() {
-        if (threadIdx.x == 0)
+        if (threadIdx.x == 0) {
+            asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(zeros), "r"(0) : "memory");
             for (int s = 0; s < p.stages; s++) {
                 barrier_init(full + 8 * s, BULK_COPIES ? 1 : COPY_WARPS * 32);
                 barrier_init(empty + 8 * s, MMA_WARPS);
             }
+        }
 #if BULK_COPIES
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -246,6 +262,7 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
             if (IS_GATED) f(8 * (c.unit + u) + p.n, u + RT / 2);
         }
     }
+    __device__ uint32_t x_at(int stage, int group) const { return ring + stage * stage_bytes + RT * block_bytes + group * group_bytes; }
     __device__ int norm_bytes(const Chunk& c) const { return min(p.lines * COLS, p.k - c.line * COLS) * 4; }
 
 #if BULK_COPIES
@@ -259,7 +276,7 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
     }
     __device__ void ask_x(const Chunk& c, int stage) const {
         for (int j = 0; j < GROUPS; j++)
-            bulk_copy(ring + stage * stage_bytes + RT * block_bytes + j * group_bytes, x_map, 8 * j, c.line * X_LINES, full + 8 * stage);
+            bulk_copy(x_at(stage, j), x_map, 8 * j, c.line * X_LINES, full + 8 * stage);
     }
     // One thread.
     __device__ void produce(int) {
@@ -286,17 +303,20 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
         uint32_t to = ring + stage * stage_bytes;
         int64_t pitch = (int64_t)p.k * sizeof(W);
         each_block(c, [&](int row, int unit) {
-            copy_rows(to + unit * block_bytes, (const char*)p.w + row * pitch + c.line * 128, pitch, 8, 8, p.lines, p.k / COLS - c.line, thread);
+            const char* from = (const char*)p.w + row * pitch + c.line * 128;
+            copy_rows(to + unit * block_bytes, from, pitch, 8, 8, p.lines, p.k / COLS - c.line, thread);
         });
         if (IS_NORM)
             for (int at = thread * 16; at < norm_bytes(c); at += COPY_WARPS * 512)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + norm_at + at), "l"((const char*)(p.norm + c.line * COLS) + at) : "memory");
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + norm_at + at), "l"(p.norm + c.line * COLS + at / 4)
+                             : "memory");
     }
     __device__ void ask_x(const Chunk& c, int stage, int thread) const {
         int64_t pitch = (int64_t)p.k * sizeof(T);
-        for (int j = 0; j < GROUPS; j++)
-            copy_rows(ring + stage * stage_bytes + RT * block_bytes + j * group_bytes, (const char*)p.x + 8 * j * pitch + c.line * X_LINES * 128, pitch, x_rows, p.m - 8 * j,
-                p.lines * X_LINES, (p.k / COLS - c.line) * X_LINES, thread);
+        for (int j = 0; j < GROUPS; j++) {
+            const char* from = (const char*)p.x + 8 * j * pitch + c.line * X_LINES * 128;
+            copy_rows(x_at(stage, j), from, pitch, x_rows, p.m - 8 * j, p.lines * X_LINES, (p.k / COLS - c.line) * X_LINES, thread);
+        }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(full + 8 * stage) : "memory");
     }
     __device__ void produce(int thread) {
@@ -321,6 +341,7 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
         for (int tile = 0; tile < share.n_tiles; tile++) {
             Acc acc = {};
             float squares[GROUPS][4] = {};
+            Output first = output(tile, threadIdx.x); // read early: it comes from far
             for (int c = 0; c < share.n_chunks; c++) {
                 barrier_wait(full + 8 * stage, parity);
                 multiply(acc, squares, tile, c * p.lines, ring + stage * stage_bytes, warp, lane);
@@ -329,7 +350,8 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
                 if (++stage == p.stages) stage = 0, parity ^= 1;
             }
             meet(acc, squares, warp, lane);
-            write(tile);
+            if (first.token < p.m) write(first);
+            for (int i = threadIdx.x + MMA_WARPS * 32; i < p.m * 8 * share.units(tile); i += MMA_WARPS * 32) write(output(tile, i));
         }
     }
 
@@ -350,7 +372,8 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
 #pragma unroll
             for (int i = 0; i < 8; i++) f.at[i] = to_f32(x.at[i]) * (IS_NORM ? norm.at[i] : 1);
             if constexpr (IS_FP8)
-                v = make_uint4(saturated(f.at[0], f.at[1]), saturated(f.at[2], f.at[3]), saturated(f.at[4], f.at[5]), saturated(f.at[6], f.at[7]));
+                v = make_uint4(saturated(f.at[0], f.at[1]), saturated(f.at[2], f.at[3]), saturated(f.at[4], f.at[5]),
+                               saturated(f.at[6], f.at[7]));
             else
 #pragma unroll
                 for (int i = 0; i < 8; i++) x.at[i] = from_f32<T>(f.at[i]);
@@ -358,8 +381,9 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
         return v;
     }
 
-    // Warp i takes the lines of k with index % 8 == i, whatever chunk they are in. Lane (g, t) reads vectors 2t and 2t + 1 of each line
-    // of row g, and the same columns of token g: the products' order of columns differs from memory's, in the same way on both sides.
+    // Warp i takes the lines of k with index % 8 == i, whatever chunk they are in. Lane (g, t) reads vectors 2t and 2t + 1 of
+    // each line of row g, and the same columns of token g: the products' order of columns differs from memory's, in the same
+    // way on both sides.
     __device__ void multiply(Acc& acc, float (&squares)[GROUPS][4], int tile, int first_line, uint32_t at, int warp, int lane) const {
         int g = lane / 4, t = lane % 4, n_lines = min(p.lines, p.k / COLS - first_line);
         uint32_t w = at + g * 128, x = at + RT * block_bytes, norm = at + norm_at;
@@ -374,8 +398,8 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
                     for (int v = 0; v < X_LINES; v++) {
                         int vec = (2 * t + half) * X_LINES + v; // 8 columns each, from the line's start
                         int l = (line * X_LINES + vec / 8) * x_rows + g;
-                        if (is_token || IS_NORM) // (a whole warp multiplies for the squares)
-                            a[j][v] = load_x(x + j * group_bytes + (is_token ? l * 128 + (vec % 8 ^ l % 8) * 16 : 0), norm + (line * COLS + vec * 8) * 4, squares[j]);
+                        uint32_t from = is_token ? x + j * group_bytes + l * 128 + (vec % 8 ^ l % 8) * 16 : zeros;
+                        a[j][v] = load_x(from, norm + (line * COLS + vec * 8) * 4, squares[j]);
                     }
 #pragma unroll
                 for (int r = 0; r < RT; r++) {
@@ -427,7 +451,8 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
 #pragma unroll
             for (int r = 0; r < RT; r++) {
                 const float(&c)[4] = acc[j / 2][r];
-                *(float2*)(sums + ((warp * RT + r) * TOKENS + 8 * j + g) * 8 + 2 * t) = make_float2(c[2 * (j % 2)], c[2 * (j % 2) + 1]);
+                float* at = sums + ((warp * RT + r) * TOKENS + 8 * j + g) * 8 + 2 * t;
+                *(float2*)at = make_float2(c[2 * (j % 2)], c[2 * (j % 2) + 1]);
             }
             // (columns of tokens that don't exist hold another's values; their diagonal is not read)
             if (IS_NORM && g / 2 == t) squares[warp * TOKENS + 8 * j + g] = g % 2 ? squared[j][1] : squared[j][0];
@@ -435,40 +460,65 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
         consumers_sync();
     }
     // Row `row` of w (in unit `unit` of the tile) times a token.
-    __device__ float value(int unit, int token, int row) const {
+    __device__ float product(int unit, int token, int row, float scale) const {
         float total = 0, square = 0;
 #pragma unroll
         for (int warp = 0; warp < MMA_WARPS; warp++) {
             total += sums[((warp * RT + unit) * TOKENS + token) * 8 + row % 8];
             if (IS_NORM) square += squares[warp * TOKENS + token];
         }
-        if (IS_FP8) total *= UNWIDEN;
-        if (IS_FP8 && !IS_BLOCKS) total *= p.scale[row];
+        if (IS_FP8) total *= UNWIDEN * scale;
         if (IS_NORM) total *= rsqrtf(square / p.k + p.eps);
-        return p.bias ? total + p.bias[row] : total;
+        return total;
     }
 
-    __device__ void write(int tile) const {
-        int cols = 8 * share.units(tile), first = 8 * share.unit(tile);
-        for (int i = threadIdx.x; i < p.m * cols; i += MMA_WARPS * 32) {
-            int token = i / cols, col = i - token * cols, n = first + col;
-            float result = value(col / 8, token, n);
-            if (IS_GATED) result = activate(result, p.act) * value(col / 8 + RT / 2, token, p.n + n);
-            int64_t at = (int64_t)token * p.n + n;
-            if (p.residual) result += to_f32(((const Out*)p.residual)[at]);
-            ((Out*)p.out)[at] = from_f32<Out>(result);
+    // An output of a tile, and what joins its sum.
+    struct Output {
+        int token, col, n;
+        int64_t at;
+        float scale[2], bias[2], residual; // [1]: of the row of `up`
+    };
+    __device__ Output output(int tile, int i) const {
+        int cols = 8 * share.units(tile);
+        Output o = {};
+        o.token = i / cols, o.col = i - o.token * cols, o.n = 8 * share.unit(tile) + o.col;
+        o.at = (int64_t)o.token * p.n + o.n;
+        if (o.token >= p.m) return o;
+#pragma unroll
+        for (int up = 0; up < (IS_GATED ? 2 : 1); up++) {
+            o.scale[up] = IS_FP8 && !IS_BLOCKS ? p.scale[up * p.n + o.n] : 1;
+            if (p.bias) o.bias[up] = p.bias[up * p.n + o.n];
         }
+        if (p.residual) o.residual = to_f32(((const Out*)p.residual)[o.at]);
+        return o;
+    }
+    __device__ void write(const Output& o) const {
+        float result = product(o.col / 8, o.token, o.n, o.scale[0]) + o.bias[0];
+        if (IS_GATED) {
+            float up = product(o.col / 8 + RT / 2, o.token, p.n + o.n, o.scale[1]) + o.bias[1];
+            result = activate(result, p.act) * up;
+        }
+        ((Out*)p.out)[o.at] = from_f32<Out>(result + o.residual);
     }
 };
 
-// A kernel of the family. Grid: any number of CTAs, one a multiprocessor is best. Block: 288 threads, before sm_90 384. Dynamic shared bytes:
-// 1280 + (256 rt + 32) tokens + stages * (1024 lines rt + G + N); X = 2 with e4m3, else 1; G = 128 m lines X rounded up to 1024 if tokens is 8,
-// else 128 tokens lines X; N = 256 lines X rounded up to 1024 with NORM, else 0. At most 113 KiB leave room for the next kernel's CTAs.
-// `w`, `x` and `norm` are aligned to 16 bytes.
+// A kernel of the family. Grid: any number of CTAs, one a multiprocessor is best. Block: 288 threads, before sm_90 384. Dynamic
+// shared bytes: 1296 + (256 rt + 32) tokens + stages * (1024 lines rt + G + N); X = 2 with e4m3, else 1; G = 128 m lines X
+// rounded up to 1024 if tokens is 8, else 128 tokens lines X; N = 256 lines X rounded up to 1024 with NORM, else 0.
+// `w`, `x` and `norm` are aligned to 16 bytes; x is not `out`.
 //
-// From sm_90 on, the maps are read instead of `w` and `x`: 3 dimensions (128 bytes of columns, rows, k's lines), strides (bytes of a
-// row, 128), box (128 bytes of columns, 8, lines), for x (128 bytes of columns, m if tokens is 8, else 8, lines * X), 128-byte swizzle,
-// zeros outside; x has exactly m rows.
+// From sm_90 on the maps are read instead of `w` and `x`: 3 dimensions (128 bytes of columns, rows, k's lines), strides (bytes of
+// a row, 128), box (128 bytes of columns, 8, lines), for x (128 bytes of columns, m if tokens is 8, else 8, lines * X), 128-byte
+// swizzle, 256-byte L2 promotion, zeros outside; `w` has n rows (2n with GATED), x has exactly m.
+//
+// What was fastest on an H200, with u = n / 8 / multiprocessors, rounded up, and r = u spread evenly over the fewest tiles of at
+// most 4 units, at least 2:
+//   m <= 8:  rt 2 (1 or 3 where u is), lines 16; gated rt 2, lines 16; logits rt 4, lines 16 (8 from m = 5 on);
+//            norm: rt r, lines 8; norm gated and norm logits: rt 4, lines 16 (8 from m = 5 on).
+//   m <= 16: rt r, gated and logits 4, lines 8.
+//   e4m3:    rt 4 (2 where u is; 8 where u > 4, without BLOCKS), lines 8.
+// `lines` is k's number of lines where that is less, or less than 2 * lines and no multiple of it. As many stages as fit 112 KiB
+// of shared memory (so that the next kernel's CTAs fit beside) if a CTA's share of `w` is at most 128 KiB, else 220 KiB.
 #define SMALL_M(name, W, T, Out, tokens, rt, flags)                                                                     \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                            \
         name(SmallM p, const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap x_map) {          \

@@ -1,6 +1,6 @@
 // Decode attention over a paged cache: rows with few query tokens, whose cost is reading keys and values once.
 //
-// A CTA takes the pieces that `plan.rs` gave it. The last warp loads: tiles of 16 tokens go to a ring of stages in shared memory,
+// A CTA takes the pieces that `plan.rs` gave it, then others from the pool. The last warp loads: tiles of 16 tokens go to a ring of stages in shared memory,
 // by TMA or, before Hopper, by cp.async. The others take stages in turns, each always the same ones: a stage
 // that changed hands between warps could be one phase further than its barrier can tell. They compute the transposed
 // products S' = K Q' and O' = V' P', so that up to 8 (16) packed queries, all that read the same KV head, fill the narrow
@@ -27,22 +27,23 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
     static const int SUB = ROW <= 128 ? 2 : 1;  // tiles in a stage: small ones in pairs, for work to overlap
     static const int STAGE = 2 * SUB * TILE;
     static const int QUERIES = 8 * NQ;
-    static const int PITCH = D + 4;  // floats of a merged row, padded against bank conflicts
+    static const int ITEMS = 4;      // in flight between the warps
     static const int K_STEPS = D / 16;
-    static const int MERGE = WARPS * QUERIES * (PITCH + 2) * 4;
+    static const int MERGE = WARPS * QUERIES * (D + 2) * 4;
     // Bytes of shared memory: two CTAs on a multiprocessor, where registers allow it.
 #if __CUDA_ARCH__ >= 900
     static const int SHARED = WARPS == 8 || D * NQ == 512 ? 232448 : 115712;
 #else
     static const int SHARED = D * NQ == 512 ? 135168 : D == 256 ? 101376 : 82944;
 #endif
-    static const int FIT = (SHARED - MERGE - 16) / (STAGE + 16) / WARPS * WARPS;
+    static const int FIT = (SHARED - MERGE - 16 - ITEMS * (48 + 16)) / (STAGE + 16) / WARPS * WARPS;
     static const int STAGES = FIT < 24 ? FIT : 24;
     static_assert(STAGES >= WARPS, "no room for a stage a warp");
 
     // Shared memory: stages of SUB tiles of keys and SUB of values, merge buffers, barriers.
-    uint32_t stages, full, empty;
-    float* merge_out;      // [WARPS][QUERIES][PITCH]
+    uint32_t stages, full, empty, item_full, item_empty;
+    Item* items;           // [ITEMS]
+    float* merge_out;      // [WARPS][QUERIES][D], swizzled against bank conflicts
     float2* merge_stats;   // [WARPS][QUERIES]: maximum, sum
     uint32_t* is_last;     // whether this CTA merges the pieces of a pair
 
@@ -50,10 +51,16 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
         stages = shared_addr(shared);
         if (stages % 1024) __trap();
         merge_out = reinterpret_cast<float*>(shared + STAGES * STAGE);
-        merge_stats = reinterpret_cast<float2*>(merge_out + WARPS * QUERIES * PITCH);
-        is_last = reinterpret_cast<uint32_t*>(merge_stats + WARPS * QUERIES);
+        merge_stats = reinterpret_cast<float2*>(merge_out + WARPS * QUERIES * D);
+        items = reinterpret_cast<Item*>(merge_stats + WARPS * QUERIES);
+        is_last = reinterpret_cast<uint32_t*>(items + ITEMS);
         full = shared_addr(is_last + 4);
         empty = full + STAGES * 8;
+        item_full = empty + STAGES * 8;
+        item_empty = item_full + ITEMS * 8;
+    }
+    __device__ __forceinline__ float* merged(uint32_t warp, uint32_t query, uint32_t dim) const {
+        return merge_out + (warp * QUERIES + query) * D + (dim ^ query / 2 % 4 * 8);
     }
 
 };
@@ -82,16 +89,37 @@ __device__ __forceinline__ void copy_tile(const AttentionArgs& args, const Tenso
 #endif
 }
 
-// What the last warp does: loads every tile of the CTA's pieces, in order, as stages become free.
+// What the last warp does: takes items, hands them to the others, and loads all their tiles, in order, as stages become free.
 template <typename T, typename KV, int D, int NQ>
 __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const AttentionArgs& args, const TensorMap* k_map,
                                            const TensorMap* v_map) {
     typedef Decode<T, KV, D, NQ> Self;
     const uint32_t lane = threadIdx.x % 32, group = args.heads / args.kv_heads;
+    const uint32_t pool = __ldg(args.queue + 1), pool_end = __ldg(args.queue + 2);
+    uint32_t stage = 0, parity = 1, n_items = 0;
     bool waited = false;
-    uint32_t stage = 0, parity = 1;
-    for (uint32_t idx = blockIdx.x;;) {
-        const Item item = load_item(args.items, idx);
+    const auto wait = [&] {
+        if (!waited) pdl_wait();
+        waited = true;
+    };
+    const auto hand_over = [&](const Item& item) {
+        const uint32_t slot = n_items % Self::ITEMS;
+        mbarrier_wait(at.item_empty + slot * 8, n_items / Self::ITEMS % 2 ^ 1);
+        if (lane == 0) {
+            at.items[slot] = item;
+            mbarrier_arrive(at.item_full + slot * 8);
+        }
+        ++n_items;
+    };
+    const auto take = [&]() -> uint32_t { return lane == 0 ? atomicAdd(args.queue, 1) : 0; };
+
+    Item item = load_item(args.items, blockIdx.x);
+    for (;;) {
+        // The next item from the pool is asked for while this one is loaded. (A kernel before this one may still use the
+        // queue before the wait.)
+        const bool pooled = item.next == 0 && pool != pool_end, early = pooled && waited;
+        uint32_t ticket = early ? take() : 0;
+        if (item.first_pair != item.end_pair) hand_over(item);
         const uint32_t query_tiles = (item.n_tokens * group + Self::QUERIES - 1) / Self::QUERIES;
         for (uint32_t pair = item.first_pair; pair < item.end_pair; ++pair) {
             const uint32_t head = pair / query_tiles;
@@ -107,10 +135,7 @@ __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const
                 for (uint32_t i = 0; i < n; i += Self::SUB) {
                     const uint32_t n_sub = min(n - i, (uint32_t)Self::SUB);
                     // Tokens before the row's first were written by earlier steps; only the others need the wait.
-                    if (!waited && (first + i + n_sub) * TOKENS > item.first_position) {
-                        pdl_wait();
-                        waited = true;
-                    }
+                    if ((first + i + n_sub) * TOKENS > item.first_position) wait();
                     const uint32_t full = at.full + stage * 8, k = at.stages + stage * Self::STAGE, v = k + Self::SUB * Self::TILE;
                     mbarrier_wait(at.empty + stage * 8, parity);
 #if __CUDA_ARCH__ >= 900
@@ -130,8 +155,20 @@ __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const
                 }
             }
         }
-        if ((idx = item.next) == 0) break;
+        uint32_t next = item.next;
+        if (pooled) {
+            wait();
+            if (!early) ticket = take();
+            ticket = __shfl_sync(~0u, ticket, 0);
+            if (pool + ticket < pool_end) next = pool + ticket;
+            // Every CTA fails to take an item once; the last to do so leaves the queue as it was.
+            else if (lane == 0 && ticket == pool_end - pool + gridDim.x - 1) *args.queue = 0;
+        }
+        if (next == 0) break;
+        item = load_item(args.items, next);
     }
+    item.end_pair = item.first_pair;  // no more
+    hand_over(item);
 }
 
 // One warp's running result for the packed queries: lane `4 g + c` holds queries `8 n + 2 c` and the next.
@@ -311,11 +348,10 @@ template <typename T, typename KV, int D, int NQ> struct Running {
                 for (int d = 4; d < 32; d *= 2) sum[n][e] += __shfl_xor_sync(~0u, sum[n][e], d);
                 const uint32_t query = 8 * n + 2 * c + e;
                 if (query >= n_valid) continue;
-                float* dst = at.merge_out + (turn * Self::QUERIES + query) * Self::PITCH;
 #pragma unroll
                 for (int m = 0; m < D / 16; ++m) {
-                    dst[m * 16 + (Self::FP8 ? 2 * g : g)] = out[n][m][e];
-                    dst[m * 16 + (Self::FP8 ? 2 * g + 1 : g + 8)] = out[n][m][e + 2];
+                    *at.merged(turn, query, m * 16 + (Self::FP8 ? 2 * g : g)) = out[n][m][e];
+                    *at.merged(turn, query, m * 16 + (Self::FP8 ? 2 * g + 1 : g + 8)) = out[n][m][e + 2];
                 }
                 if (g == 0) at.merge_stats[turn * Self::QUERIES + query] = make_float2(top[n][e], sum[n][e]);
             }
@@ -366,8 +402,7 @@ __device__ __forceinline__ void finish_piece(const Decode<T, KV, D, NQ>& at, con
         Merge merge;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const uint32_t row = w * Self::QUERIES + query;
-            merge.add(at.merge_stats[row], *reinterpret_cast<const float4*>(at.merge_out + row * Self::PITCH + column));
+            merge.add(at.merge_stats[w * Self::QUERIES + query], *reinterpret_cast<const float4*>(at.merged(w, query, column)));
         }
         if (whole) {
             merge.write(place(query) + column, sink(query), args.v_scale);
@@ -380,10 +415,11 @@ __device__ __forceinline__ void finish_piece(const Decode<T, KV, D, NQ>& at, con
     if (whole) return;
     named_barrier(1, WARPS * 32);
     if (threadIdx.x == 0) {
-        __threadfence();
-        *at.is_last = atomicAdd(args.counters + item.partial, 1) == item.n_pieces - 1;
-        if (*at.is_last) args.counters[item.partial] = 0;
-        __threadfence();
+        // Releases what the barrier ordered before, acquires what the other pieces' CTAs released.
+        uint32_t n_done;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(n_done) : "l"(args.counters + item.partial) : "memory");
+        *at.is_last = n_done == item.n_pieces - 1;
+        if (n_done == item.n_pieces - 1) args.counters[item.partial] = 0;
     }
     named_barrier(1, WARPS * 32);
     if (!*at.is_last) return;
@@ -423,6 +459,10 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
             mbarrier_init(at.full + s * 8, __CUDA_ARCH__ >= 900 ? 1 : 32);
             mbarrier_init(at.empty + s * 8, 1);
         }
+        for (int s = 0; s < Self::ITEMS; ++s) {
+            mbarrier_init(at.item_full + s * 8, 1);
+            mbarrier_init(at.item_empty + s * 8, WARPS);
+        }
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -441,9 +481,14 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(started));
 #endif
     uint32_t n_before = 0;  // stages of the pieces before this one
-    Item item = load_item(args.items, blockIdx.x);
-    pdl_wait();
-    for (;; item = load_item(args.items, item.next)) {
+    for (uint32_t n_items = 0;; ++n_items) {
+        const uint32_t slot = n_items % Self::ITEMS;
+        mbarrier_wait(at.item_full + slot * 8, n_items / Self::ITEMS % 2);
+        const Item item = at.items[slot];
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(at.item_empty + slot * 8);
+        if (item.first_pair == item.end_pair) break;
+        if (n_items == 0) pdl_wait();
         const uint32_t n_queries = item.n_tokens * group, query_tiles = (n_queries + Self::QUERIES - 1) / Self::QUERIES;
         // Tiles within these bounds are seen whole by every query.
         const int last_position = item.first_position + item.n_tokens - 1;
@@ -485,7 +530,6 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
             finish_piece<T, KV, D, NQ>(at, args, item, group, head, first_query, n_valid);
             named_barrier(1, WARPS * 32);  // before the buffers are filled again
         }
-        if (item.next == 0) break;
     }
 #ifdef TIMELINE
     if (threadIdx.x == 0) {

@@ -1,22 +1,19 @@
 // Decode attention over a paged cache: rows with few query tokens, whose cost is reading keys and values once.
 //
-// A CTA takes the pieces that `plan.rs` gave it, then others from the pool. The last warp loads: tiles of 16 tokens go to a ring of stages in shared memory,
-// by TMA or, before Hopper, by cp.async. The others take stages in turns, each always the same ones: a stage
-// that changed hands between warps could be one phase further than its barrier can tell. They compute the transposed
-// products S' = K Q' and O' = V' P', so that up to 8 (16) packed queries, all that read the same KV head, fill the narrow
-// side of mma.m16n8k16. At the end of a piece the warps' results are merged; where a (row, KV head) was cut into
-// several pieces, the last CTA to finish one merges them, in the order of the context.
+// A CTA takes the pieces that `plan.rs` gave it, then others from the pool. The last warp loads: tiles of 16 tokens go to a
+// ring of stages in shared memory, by TMA or, before Hopper, by cp.async. The others take stages in turns, each always the
+// same ones: a stage that changed hands between warps could be one phase further than its barrier can tell. They compute
+// the transposed products S' = K Q' and O' = V' P', so that up to 8 (16) packed queries, all that read the same KV head,
+// fill the narrow side of mma.m16n8k16. At the end of a piece the warps' results are merged; where a (row, KV head) was cut
+// into several pieces, the last CTA to finish one merges them, in the order of the context.
 //
 // An fp8 cache is multiplied as f16, which holds its numbers exactly.
 #include <type_traits>
 
 #include "attention.cuh"
 
-#ifndef WARPS_
-#define WARPS_ 4
-#endif
-static const int WARPS = WARPS_;    // that compute
-static const int TOKENS = 16;       // in a tile
+static const int WARPS = 4;    // that compute
+static const int TOKENS = 16;  // in a tile
 
 template <typename T, typename KV, int D, int NQ> struct Decode {
     static const bool FP8 = sizeof(KV) == 1;
@@ -29,10 +26,11 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
     static const int QUERIES = 8 * NQ;
     static const int ITEMS = 4;      // in flight between the warps
     static const int K_STEPS = D / 16;
-    static const int MERGE = WARPS * QUERIES * (D + 2) * 4;
+    static const int PITCH = (D + 31) / 32 * 32;  // floats of a merged row, which its swizzle needs
+    static const int MERGE = WARPS * QUERIES * (PITCH + 2) * 4;
     // Bytes of shared memory: two CTAs on a multiprocessor, where registers allow it.
 #if __CUDA_ARCH__ >= 900
-    static const int SHARED = WARPS == 8 || D * NQ == 512 ? 232448 : 115712;
+    static const int SHARED = D * NQ == 512 ? 232448 : 115712;
 #else
     static const int SHARED = D * NQ == 512 ? 135168 : D == 256 ? 101376 : 82944;
 #endif
@@ -43,7 +41,7 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
     // Shared memory: stages of SUB tiles of keys and SUB of values, merge buffers, barriers.
     uint32_t stages, full, empty, item_full, item_empty;
     Item* items;           // [ITEMS]
-    float* merge_out;      // [WARPS][QUERIES][D], swizzled against bank conflicts
+    float* merge_out;      // [WARPS][QUERIES][PITCH], swizzled against bank conflicts
     float2* merge_stats;   // [WARPS][QUERIES]: maximum, sum
     uint32_t* is_last;     // whether this CTA merges the pieces of a pair
 
@@ -51,7 +49,7 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
         stages = shared_addr(shared);
         if (stages % 1024) __trap();
         merge_out = reinterpret_cast<float*>(shared + STAGES * STAGE);
-        merge_stats = reinterpret_cast<float2*>(merge_out + WARPS * QUERIES * D);
+        merge_stats = reinterpret_cast<float2*>(merge_out + WARPS * QUERIES * PITCH);
         items = reinterpret_cast<Item*>(merge_stats + WARPS * QUERIES);
         is_last = reinterpret_cast<uint32_t*>(items + ITEMS);
         full = shared_addr(is_last + 4);
@@ -60,9 +58,8 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
         item_empty = item_full + ITEMS * 8;
     }
     __device__ __forceinline__ float* merged(uint32_t warp, uint32_t query, uint32_t dim) const {
-        return merge_out + (warp * QUERIES + query) * D + (dim ^ query / 2 % 4 * 8);
+        return merge_out + (warp * QUERIES + query) * PITCH + (dim ^ query / 2 % 4 * 8);
     }
-
 };
 
 // Starts the copies of one tile of keys and one of values.
@@ -476,10 +473,6 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
     const float scale = args.softcap != 0 ? unit / args.softcap : unit * LOG2E;
     const float softcap = args.softcap * LOG2E;
     Running<T, KV, D, NQ> run;
-#ifdef TIMELINE
-    uint64_t started;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(started));
-#endif
     uint32_t n_before = 0;  // stages of the pieces before this one
     for (uint32_t n_items = 0;; ++n_items) {
         const uint32_t slot = n_items % Self::ITEMS;
@@ -517,10 +510,8 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
 #endif
                     __syncwarp();
                 }
-#ifndef NO_COMPUTE
                 const bool masked = last > min((int)item.first_position, piece_last) || first < clear_from;
                 run.add(k, v, first, masked, piece_last, scale, softcap);
-#endif
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(at.empty + stage * 8);
             }
@@ -531,23 +522,13 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
             named_barrier(1, WARPS * 32);  // before the buffers are filled again
         }
     }
-#ifdef TIMELINE
-    if (threadIdx.x == 0) {
-        uint64_t* t = reinterpret_cast<uint64_t*>(const_cast<float*>(args.sinks)) + 512 + blockIdx.x * 4;
-        uint32_t smid;
-        asm volatile("mov.u32 %0, %%smid;" : "=r"(smid));
-        uint64_t now;
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-        t[0] = started, t[1] = now, t[2] = smid;
-    }
-#endif
 }
 
 // Grid: CTAs of the plan; block: 32 * (WARPS + 1); dynamic shared bytes: `Decode::SHARED`. The maps are 3-D views of the
 // layer's keys and values, {CHUNK / element size, ROW / CHUNK, all rows} with byte strides {CHUNK, ROW}, box {CHUNK /
 // element size, 1, 16}, swizzle as wide as CHUNK (none for 16); before Hopper they are not read. Suffix _q16: 16 packed queries, else 8.
 #define DECODE(name, T, KV, D, NQ) \
-    extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), WARPS == 8 || D * NQ == 512 ? 1 : 2) name(const __grid_constant__ TensorMap k_map,                   \
+    extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), D * NQ == 512 ? 1 : 2) name(const __grid_constant__ TensorMap k_map,                   \
                                                               const __grid_constant__ TensorMap v_map,                   \
                                                               const __grid_constant__ AttentionArgs args) {              \
         extern __shared__ __align__(1024) char shared[];                                                                               \

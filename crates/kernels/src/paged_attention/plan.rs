@@ -287,7 +287,16 @@ pub fn plan_prefill(rows: &[Row], heads: &Heads, ctas: u32, tile_rows: u32, item
             let (first_tile, end_tile) = visible_tiles(first_position, n_tokens, heads.window, PREFILL_TILE);
             let q_start = row.q_start + at;
             let slot = row.slot;
-            tiles.push(Item { q_start, n_tokens, first_position, slot, first_tile, end_tile, n_pieces: 1, ..Item::default() });
+            tiles.push(Item {
+                q_start,
+                n_tokens,
+                first_position,
+                slot,
+                first_tile,
+                end_tile,
+                n_pieces: 1,
+                ..Item::default()
+            });
         }
     }
     tiles.sort_by_key(|t| std::cmp::Reverse(t.end_tile - t.first_tile));
@@ -389,7 +398,8 @@ mod tests {
             }
         }
         assert!(pieces.is_empty() && used.iter().all(|&u| u));
-        let cost = |i: &Item| u64::from(i.end_pair - i.first_pair) * u64::from(i.end_tile - i.first_tile + split.item_cost);
+        let cost =
+            |i: &Item| u64::from(i.end_pair - i.first_pair) * u64::from(i.end_tile - i.first_tile + split.item_cost);
         let mut loads: Vec<u64> = lists.iter().map(|list| list.iter().map(cost).sum()).collect();
         // The pool's items go to whoever is free.
         for item in pool {
@@ -432,12 +442,17 @@ mod tests {
     #[test]
     fn fixed_cuts_do_not_depend_on_other_rows() {
         let heads = Heads { kv_heads: 2, group: 4, window: 0 };
-        let split = Split { ctas: 33, queries: 8, min_tiles: 4, item_cost: 2, static_percent: 75, fixed_tiles: Some(16) };
+        let split =
+            Split { ctas: 33, queries: 8, min_tiles: 4, item_cost: 2, static_percent: 75, fixed_tiles: Some(16) };
         let row = Row { q_start: 0, n_tokens: 1, first_position: 1000, slot: 7 };
         let cuts = |rows: &[Row]| {
             let mut items = Vec::new();
             plan_decode(rows, &heads, &split, &mut items);
-            let mut cuts: Vec<_> = items.iter().filter(|i| i.slot == 7 && i.end_pair > 0).map(|i| (i.first_pair, i.first_tile, i.end_tile)).collect();
+            let mut cuts: Vec<_> = items
+                .iter()
+                .filter(|i| i.slot == 7 && i.end_pair > 0)
+                .map(|i| (i.first_pair, i.first_tile, i.end_tile))
+                .collect();
             cuts.sort_unstable();
             cuts
         };
@@ -457,7 +472,10 @@ mod tests {
             let mut tokens: Vec<_> = lists(&items, ctas)
                 .into_iter()
                 .flatten()
-                .flat_map(|i| (i.first_pair..i.end_pair).flat_map(move |p| (0..i.n_tokens).map(move |t| (i.q_start + t, p, i.first_position + t))))
+                .flat_map(|i| {
+                    (i.first_pair..i.end_pair)
+                        .flat_map(move |p| (0..i.n_tokens).map(move |t| (i.q_start + t, p, i.first_position + t)))
+                })
                 .collect();
             tokens.sort_unstable();
             let expected: Vec<_> = rows

@@ -18,7 +18,6 @@ struct AttentionArgs {
     const void* v;
     const uint32_t* tables;   // [slot][max_blocks]
     const Item* items;
-    uint32_t* queue;          // decode: items taken from the pool (zero before and after), the pool's first item, its end
     const float* sinks;       // [heads] or null: extra logit of each head's softmax
     float* partial_out;       // decode: [partial][queries of a tile][head_dim]
     float2* partial_max_sum;  // decode: [partial][queries of a tile]

@@ -1,11 +1,11 @@
 // Decode attention over a paged cache: rows with few query tokens, whose cost is reading keys and values once.
 //
-// A CTA takes the pieces that `plan.rs` gave it, then others from the pool. The last warp loads: tiles of 16 tokens go to a
-// ring of stages in shared memory, by TMA or, before Hopper, by cp.async. The others take stages in turns, each always the
-// same ones: a stage that changed hands between warps could be one phase further than its barrier can tell. They compute
-// the transposed products S' = K Q' and O' = V' P', so that up to 8 (16) packed queries, all that read the same KV head,
-// fill the narrow side of mma.m16n8k16. At the end of a piece the warps' results are merged; where a (row, KV head) was cut
-// into several pieces, the last CTA to finish one merges them, in the order of the context.
+// A CTA takes the pieces that `plan.rs` gave it. The last warp loads: tiles of 16 tokens go to a ring of stages in shared
+// memory, by TMA or, before Hopper, by cp.async. The others take stages in turns, each always the same ones: a stage that
+// changed hands between warps could be one phase further than its barrier can tell. They compute the transposed products
+// S' = K Q' and O' = V' P', so that up to 8 (16) packed queries, all that read the same KV head, fill the narrow side of
+// mma.m16n8k16. At the end of a piece the warps' results are merged; where a (row, KV head) was cut into several pieces,
+// the last CTA to finish one merges them, in the order of the context.
 //
 // An fp8 cache is multiplied as f16, which holds its numbers exactly.
 #include <type_traits>
@@ -86,19 +86,14 @@ __device__ __forceinline__ void copy_tile(const AttentionArgs& args, const Tenso
 #endif
 }
 
-// What the last warp does: takes items, hands them to the others, and loads all their tiles, in order, as stages become free.
+// What the last warp does: hands the CTA's items to the others and loads all their tiles, in order, as stages become free.
 template <typename T, typename KV, int D, int NQ>
 __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const AttentionArgs& args, const TensorMap* k_map,
                                            const TensorMap* v_map) {
     typedef Decode<T, KV, D, NQ> Self;
     const uint32_t lane = threadIdx.x % 32, group = args.heads / args.kv_heads;
-    const uint32_t pool = __ldg(args.queue + 1), pool_end = __ldg(args.queue + 2);
     uint32_t stage = 0, parity = 1, n_items = 0;
     bool waited = false;
-    const auto wait = [&] {
-        if (!waited) pdl_wait();
-        waited = true;
-    };
     const auto hand_over = [&](const Item& item) {
         const uint32_t slot = n_items % Self::ITEMS;
         mbarrier_wait(at.item_empty + slot * 8, n_items / Self::ITEMS % 2 ^ 1);
@@ -108,14 +103,8 @@ __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const
         }
         ++n_items;
     };
-    const auto take = [&]() -> uint32_t { return lane == 0 ? atomicAdd(args.queue, 1) : 0; };
-
     Item item = load_item(args.items, blockIdx.x);
     for (;;) {
-        // The next item from the pool is asked for while this one is loaded. (A kernel before this one may still use the
-        // queue before the wait.)
-        const bool pooled = item.next == 0 && pool != pool_end, early = pooled && waited;
-        uint32_t ticket = early ? take() : 0;
         if (item.first_pair != item.end_pair) hand_over(item);
         const uint32_t query_tiles = (item.n_tokens * group + Self::QUERIES - 1) / Self::QUERIES;
         for (uint32_t pair = item.first_pair; pair < item.end_pair; ++pair) {
@@ -132,7 +121,10 @@ __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const
                 for (uint32_t i = 0; i < n; i += Self::SUB) {
                     const uint32_t n_sub = min(n - i, (uint32_t)Self::SUB);
                     // Tokens before the row's first were written by earlier steps; only the others need the wait.
-                    if ((first + i + n_sub) * TOKENS > item.first_position) wait();
+                    if (!waited && (first + i + n_sub) * TOKENS > item.first_position) {
+                        pdl_wait();
+                        waited = true;
+                    }
                     const uint32_t full = at.full + stage * 8, k = at.stages + stage * Self::STAGE, v = k + Self::SUB * Self::TILE;
                     mbarrier_wait(at.empty + stage * 8, parity);
 #if __CUDA_ARCH__ >= 900
@@ -152,17 +144,8 @@ __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const
                 }
             }
         }
-        uint32_t next = item.next;
-        if (pooled) {
-            wait();
-            if (!early) ticket = take();
-            ticket = __shfl_sync(~0u, ticket, 0);
-            if (pool + ticket < pool_end) next = pool + ticket;
-            // Every CTA fails to take an item once; the last to do so leaves the queue as it was.
-            else if (lane == 0 && ticket == pool_end - pool + gridDim.x - 1) *args.queue = 0;
-        }
-        if (next == 0) break;
-        item = load_item(args.items, next);
+        if (item.next == 0) break;
+        item = load_item(args.items, item.next);
     }
     item.end_pair = item.first_pair;  // no more
     hand_over(item);
@@ -524,7 +507,8 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
     }
 }
 
-// Grid: CTAs of the plan; block: 32 * (WARPS + 1); dynamic shared bytes: `Decode::SHARED`. The maps are 3-D views of the
+// Grid: CTAs of the plan, best twice the multiprocessors; block: 160; dynamic shared bytes: `Decode::SHARED`, on Hopper
+// 115712, but 232448 for the _d256_q16 kernels. The maps are 3-D views of the
 // layer's keys and values, {CHUNK / element size, ROW / CHUNK, all rows} with byte strides {CHUNK, ROW}, box {CHUNK /
 // element size, 1, 16}, swizzle as wide as CHUNK (none for 16); before Hopper they are not read. Suffix _q16: 16 packed queries, else 8.
 #define DECODE(name, T, KV, D, NQ) \

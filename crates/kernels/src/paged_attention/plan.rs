@@ -1,9 +1,8 @@
 //! Host planning of paged attention on a GPU: cuts a step's attention into work items of equal cost.
 //!
-//! A kernel runs a fixed grid; CTA `c` begins with item `c` and follows [`Item::next`]; a decode kernel then takes items
-//! from a pool that all CTAs share, because multiprocessors differ by a third in the bandwidth they get. The items are read
-//! from device memory, so a recorded graph stays valid for any number of rows and any context. Everything here is a pure
-//! function of the rows, hence so is the order in which partial results are summed, whoever computes them.
+//! A kernel runs a fixed grid; CTA `c` begins with item `c` and follows [`Item::next`]. The items are read from device
+//! memory, so a recorded graph stays valid for any number of rows and any context. Everything here is a pure function of
+//! the rows, hence so is the order in which partial results are summed.
 
 /// Tokens in a tile, the unit in which decode items count the context. Block lengths are multiples of it.
 pub const TILE: u32 = 16;
@@ -77,8 +76,6 @@ pub struct Split {
     pub min_tiles: u32,
     /// Fixed cost of an item, in tiles.
     pub item_cost: u32,
-    /// Part of long work that the CTAs' own lists hold; the rest is the pool's.
-    pub static_percent: u32,
     /// Cut at multiples of this many tiles and nowhere else, so that a row's result doesn't depend on other rows.
     pub fixed_tiles: Option<u32>,
 }
@@ -129,21 +126,12 @@ impl<'a> Lists<'a> {
     }
 }
 
-/// What [`plan_decode`] leaves beside the items.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DecodePlan {
-    /// Partial results, and as many counters, that the kernel uses.
-    pub n_partials: u32,
-    /// Items that no CTA has in its list.
-    pub pool: std::ops::Range<u32>,
-}
-
-/// Plans decode.
+/// Plans decode; returns the number of partial results (and counters) used.
 ///
-/// The pairs of all rows are laid end to end. Every CTA gets a stretch of them; what is left goes to the pool, in pieces
-/// that become shorter toward the end. A pair that a boundary falls into is cut there, or, with `fixed_tiles`, goes whole to
-/// one side.
-pub fn plan_decode(rows: &[Row], heads: &Heads, split: &Split, items: &mut Vec<Item>) -> DecodePlan {
+/// The pairs of all rows are laid end to end, and every CTA takes an equal stretch of what is left; a pair that a boundary
+/// falls into is cut there, or, with `fixed_tiles`, goes whole to one side. (Taking the last pieces from a pool that the
+/// CTAs share makes them end together but no sooner: the memory is what they wait for.)
+pub fn plan_decode(rows: &[Row], heads: &Heads, split: &Split, items: &mut Vec<Item>) -> u32 {
     let spans: Vec<_> = rows
         .iter()
         .map(|r| {
@@ -158,7 +146,6 @@ pub fn plan_decode(rows: &[Row], heads: &Heads, split: &Split, items: &mut Vec<I
     };
     let mut filler = Filler::new(split, spans.iter().map(cost).sum());
     let mut lists = Lists::new(items, split.ctas);
-    let mut pool = Vec::new();
     let mut n_partials = 0;
     let mut pieces = Vec::new();
     for (row, &(pairs, first, end)) in rows.iter().zip(&spans) {
@@ -187,57 +174,41 @@ pub fn plan_decode(rows: &[Row], heads: &Heads, split: &Split, items: &mut Vec<I
                     n_pieces: pieces.len() as u32,
                     next: 0,
                 };
-                if cta < split.ctas { lists.join(cta, item) } else { pool.push(item) }
+                lists.join(cta, item);
             }
             if pieces.len() > 1 {
                 n_partials += pieces.len() as u32;
             }
         }
     }
-    let first = items.len() as u32;
-    items.append(&mut pool);
-    DecodePlan { n_partials, pool: first..items.len() as u32 }
+    n_partials
 }
 
-/// Fills one CTA after the other, then the pool.
+/// Fills one CTA after the other.
 struct Filler<'a> {
     split: &'a Split,
     /// Cost of what isn't placed yet.
     left: u64,
-    /// The CTA being filled; `split.ctas`: the pool.
     cta: u32,
     /// Cost that a CTA takes.
     share: i64,
     /// Cost that this one may still take.
     room: i64,
-    /// Whether the CTAs leave a part to the pool on purpose.
-    pooled: bool,
 }
 
 impl<'a> Filler<'a> {
     fn new(split: &'a Split, cost: u64) -> Self {
-        let mut filler = Self { split, left: cost, cta: 0, share: 0, room: 0, pooled: false };
+        let mut filler = Self { split, left: cost, cta: 0, share: 0, room: 0 };
         filler.open(0);
-        // Short work isn't worth the pieces that a pool needs.
-        if split.static_percent < 100 && filler.share >= 64 {
-            filler.pooled = true;
-            filler.share = filler.share * i64::from(split.static_percent) / 100;
-            filler.room = filler.share;
-        }
         filler
     }
 
     /// Goes on with `cta`. Its share is an equal one of what is left, but none is smaller than those before it: a CTA that
     /// stays idle costs less than pairs that are cut to feed it.
     fn open(&mut self, cta: u32) {
-        self.cta = cta;
-        if cta < self.split.ctas {
-            if !self.pooled {
-                let equal = self.left.div_ceil(u64::from(self.split.ctas - cta)) as i64;
-                self.share = self.share.max(equal).max(i64::from(self.split.min_tiles + self.split.item_cost));
-            }
-            self.room = self.share;
-        }
+        let equal = self.left.div_ceil(u64::from(self.split.ctas - cta)) as i64;
+        self.share = self.share.max(equal).max(i64::from(self.split.min_tiles + self.split.item_cost));
+        (self.cta, self.room) = (cta, self.share);
     }
 
     /// Gives the tiles from `at` to `self.cta`; returns where the piece ends, at most at `end`.
@@ -245,26 +216,17 @@ impl<'a> Filler<'a> {
         let cost = i64::from(self.split.item_cost);
         let min = i64::from(min_tiles.max(1));
         let tiles = i64::from(end - at);
-        let whole = match self.split.fixed_tiles {
-            Some(len) => Some((at / len + 1).saturating_mul(len).min(end)),
-            // With a pool to even things out, no pair need be cut that is small beside a share.
-            None if self.pooled && tiles * 4 <= self.share && self.cta < self.split.ctas => Some(end),
-            None => None,
-        };
+        let whole = self.split.fixed_tiles.map(|len| (at / len + 1).saturating_mul(len).min(end));
         let least = whole.map_or(min.min(tiles) + cost, |next| (i64::from(next - at) + cost) / 2);
-        if self.cta < self.split.ctas && self.room < least {
+        if self.room < least && self.cta + 1 < self.split.ctas {
             self.open(self.cta + 1);
         }
-        // A rest of less than half a shortest piece isn't worth a merge.
-        let room = if self.cta < self.split.ctas {
-            self.room - cost
-        } else {
-            ((self.left / u64::from(2 * self.split.ctas)) as i64 - cost).max(min)
-        };
+        let last = self.cta + 1 == self.split.ctas;
         let next = match whole {
             Some(next) => next,
-            None if tiles <= room + min / 2 => end,
-            None => at + room.max(1) as u32,
+            // A rest of less than half a shortest piece isn't worth a merge.
+            None if last || tiles + cost <= self.room + min / 2 => end,
+            None => at + (self.room - cost).max(1) as u32,
         };
         let placed = i64::from(next - at) + cost;
         self.room -= placed;
@@ -367,12 +329,10 @@ mod tests {
     /// Every tile of every pair is computed once, and the pieces of a pair are numbered in order of the context.
     fn check_decode(rows: &[Row], heads: &Heads, split: &Split) -> Vec<u64> {
         let mut items = Vec::new();
-        let DecodePlan { n_partials, pool } = plan_decode(rows, heads, split, &mut items);
-        assert_eq!(pool.end as usize, items.len());
-        let lists = lists(&items[..pool.start as usize], split.ctas);
-        let pool = &items[pool.start as usize..];
+        let n_partials = plan_decode(rows, heads, split, &mut items);
+        let lists = lists(&items, split.ctas);
         let mut pieces = std::collections::BTreeMap::new();
-        for item in lists.iter().flatten().chain(pool) {
+        for item in lists.iter().flatten() {
             assert!(item.end_pair - item.first_pair <= 1 || item.n_pieces == 1);
             for pair in item.first_pair..item.end_pair {
                 assert!(pieces.insert((item.slot, pair, item.first_tile), *item).is_none());
@@ -400,14 +360,9 @@ mod tests {
         assert!(pieces.is_empty() && used.iter().all(|&u| u));
         let cost =
             |i: &Item| u64::from(i.end_pair - i.first_pair) * u64::from(i.end_tile - i.first_tile + split.item_cost);
-        let mut loads: Vec<u64> = lists.iter().map(|list| list.iter().map(cost).sum()).collect();
-        // The pool's items go to whoever is free.
-        for item in pool {
-            let free = (0..loads.len()).min_by_key(|&cta| loads[cta]).unwrap();
-            loads[free] += cost(item);
-        }
-        assert!(split.fixed_tiles.is_some() || n_partials <= 16 * split.ctas);
-        loads
+        // A boundary leaves two pieces.
+        assert!(split.fixed_tiles.is_some() || n_partials <= 2 * split.ctas);
+        lists.iter().map(|list| list.iter().map(cost).sum()).collect()
     }
 
     #[test]
@@ -419,8 +374,8 @@ mod tests {
             let heads = Heads { kv_heads: 1 + r.below(8), group: 1 + r.below(9), window };
             let (ctas, queries) = (1 + r.below(264), 8 << r.below(2));
             let fixed_tiles = if r.below(3) == 0 { Some(1 + r.below(32)) } else { None };
-            let (min_tiles, item_cost, static_percent) = (1 + r.below(8), r.below(8), 70 + 15 * r.below(3));
-            let split = Split { ctas, queries, min_tiles, item_cost, static_percent, fixed_tiles };
+            let (min_tiles, item_cost) = (1 + r.below(8), r.below(8));
+            let split = Split { ctas, queries, min_tiles, item_cost, fixed_tiles };
             let loads = check_decode(&rows, &heads, &split);
             let (mean, max) = (loads.iter().sum::<u64>() / u64::from(ctas), loads.iter().max().copied().unwrap_or(0));
             let slack = u64::from(2 * (split.min_tiles + split.item_cost));
@@ -434,16 +389,15 @@ mod tests {
     fn equal_rows_are_cut_evenly() {
         let rows: Vec<_> = (0..64).map(|i| Row { q_start: i, n_tokens: 1, first_position: 4095, slot: i }).collect();
         let heads = Heads { kv_heads: 8, group: 4, window: 0 };
-        let split = Split { ctas: 264, queries: 8, min_tiles: 4, item_cost: 2, static_percent: 75, fixed_tiles: None };
+        let split = Split { ctas: 264, queries: 8, min_tiles: 4, item_cost: 2, fixed_tiles: None };
         let loads = check_decode(&rows, &heads, &split);
-        assert!(loads.iter().all(|&l| (480..=530).contains(&l)), "{loads:?}");
+        assert!(loads.iter().all(|&l| l <= 520), "{loads:?}");
     }
 
     #[test]
     fn fixed_cuts_do_not_depend_on_other_rows() {
         let heads = Heads { kv_heads: 2, group: 4, window: 0 };
-        let split =
-            Split { ctas: 33, queries: 8, min_tiles: 4, item_cost: 2, static_percent: 75, fixed_tiles: Some(16) };
+        let split = Split { ctas: 33, queries: 8, min_tiles: 4, item_cost: 2, fixed_tiles: Some(16) };
         let row = Row { q_start: 0, n_tokens: 1, first_position: 1000, slot: 7 };
         let cuts = |rows: &[Row]| {
             let mut items = Vec::new();

@@ -1,22 +1,19 @@
 // Decode attention over a paged cache: rows with few query tokens, whose cost is reading keys and values once.
 //
-// A CTA takes the pieces that `plan.rs` gave it. The last warp loads: tiles of 16 tokens go to a ring of stages in shared memory,
-// by TMA or, before Hopper, by cp.async. The others take stages in turns, each always the same ones: a stage
-// that changed hands between warps could be one phase further than its barrier can tell. They compute the transposed
-// products S' = K Q' and O' = V' P', so that up to 8 (16) packed queries, all that read the same KV head, fill the narrow
-// side of mma.m16n8k16. At the end of a piece the warps' results are merged; where a (row, KV head) was cut into
-// several pieces, the last CTA to finish one merges them, in the order of the context.
+// A CTA takes the pieces that `plan.rs` gave it. The last warp loads: tiles of 16 tokens go to a ring of stages in shared
+// memory, by TMA or, before Hopper, by cp.async. The others take stages in turns, each always the same ones: a stage that
+// changed hands between warps could be one phase further than its barrier can tell. They compute the transposed products
+// S' = K Q' and O' = V' P', so that up to 8 (16) packed queries, all that read the same KV head, fill the narrow side of
+// mma.m16n8k16. At the end of a piece the warps' results are merged; where a (row, KV head) was cut into several pieces,
+// the last CTA to finish one merges them, in the order of the context.
 //
 // An fp8 cache is multiplied as f16, which holds its numbers exactly.
 #include <type_traits>
 
 #include "attention.cuh"
 
-#ifndef WARPS_
-#define WARPS_ 4
-#endif
-static const int WARPS = WARPS_;    // that compute
-static const int TOKENS = 16;       // in a tile
+static const int WARPS = 4;    // that compute
+static const int TOKENS = 16;  // in a tile
 
 template <typename T, typename KV, int D, int NQ> struct Decode {
     static const bool FP8 = sizeof(KV) == 1;
@@ -27,22 +24,24 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
     static const int SUB = ROW <= 128 ? 2 : 1;  // tiles in a stage: small ones in pairs, for work to overlap
     static const int STAGE = 2 * SUB * TILE;
     static const int QUERIES = 8 * NQ;
-    static const int PITCH = D + 4;  // floats of a merged row, padded against bank conflicts
+    static const int ITEMS = 4;      // in flight between the warps
     static const int K_STEPS = D / 16;
+    static const int PITCH = (D + 31) / 32 * 32;  // floats of a merged row, which its swizzle needs
     static const int MERGE = WARPS * QUERIES * (PITCH + 2) * 4;
     // Bytes of shared memory: two CTAs on a multiprocessor, where registers allow it.
 #if __CUDA_ARCH__ >= 900
-    static const int SHARED = WARPS == 8 || D * NQ == 512 ? 232448 : 115712;
+    static const int SHARED = D * NQ == 512 ? 232448 : 115712;
 #else
     static const int SHARED = D * NQ == 512 ? 135168 : D == 256 ? 101376 : 82944;
 #endif
-    static const int FIT = (SHARED - MERGE - 16) / (STAGE + 16) / WARPS * WARPS;
+    static const int FIT = (SHARED - MERGE - 16 - ITEMS * (48 + 16)) / (STAGE + 16) / WARPS * WARPS;
     static const int STAGES = FIT < 24 ? FIT : 24;
     static_assert(STAGES >= WARPS, "no room for a stage a warp");
 
     // Shared memory: stages of SUB tiles of keys and SUB of values, merge buffers, barriers.
-    uint32_t stages, full, empty;
-    float* merge_out;      // [WARPS][QUERIES][PITCH]
+    uint32_t stages, full, empty, item_full, item_empty;
+    Item* items;           // [ITEMS]
+    float* merge_out;      // [WARPS][QUERIES][PITCH], swizzled against bank conflicts
     float2* merge_stats;   // [WARPS][QUERIES]: maximum, sum
     uint32_t* is_last;     // whether this CTA merges the pieces of a pair
 
@@ -51,11 +50,16 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
         if (stages % 1024) __trap();
         merge_out = reinterpret_cast<float*>(shared + STAGES * STAGE);
         merge_stats = reinterpret_cast<float2*>(merge_out + WARPS * QUERIES * PITCH);
-        is_last = reinterpret_cast<uint32_t*>(merge_stats + WARPS * QUERIES);
+        items = reinterpret_cast<Item*>(merge_stats + WARPS * QUERIES);
+        is_last = reinterpret_cast<uint32_t*>(items + ITEMS);
         full = shared_addr(is_last + 4);
         empty = full + STAGES * 8;
+        item_full = empty + STAGES * 8;
+        item_empty = item_full + ITEMS * 8;
     }
-
+    __device__ __forceinline__ float* merged(uint32_t warp, uint32_t query, uint32_t dim) const {
+        return merge_out + (warp * QUERIES + query) * PITCH + (dim ^ query / 2 % 4 * 8);
+    }
 };
 
 // Starts the copies of one tile of keys and one of values.
@@ -82,16 +86,26 @@ __device__ __forceinline__ void copy_tile(const AttentionArgs& args, const Tenso
 #endif
 }
 
-// What the last warp does: loads every tile of the CTA's pieces, in order, as stages become free.
+// What the last warp does: hands the CTA's items to the others and loads all their tiles, in order, as stages become free.
 template <typename T, typename KV, int D, int NQ>
 __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const AttentionArgs& args, const TensorMap* k_map,
                                            const TensorMap* v_map) {
     typedef Decode<T, KV, D, NQ> Self;
     const uint32_t lane = threadIdx.x % 32, group = args.heads / args.kv_heads;
+    uint32_t stage = 0, parity = 1, n_items = 0;
     bool waited = false;
-    uint32_t stage = 0, parity = 1;
-    for (uint32_t idx = blockIdx.x;;) {
-        const Item item = load_item(args.items, idx);
+    const auto hand_over = [&](const Item& item) {
+        const uint32_t slot = n_items % Self::ITEMS;
+        mbarrier_wait(at.item_empty + slot * 8, n_items / Self::ITEMS % 2 ^ 1);
+        if (lane == 0) {
+            at.items[slot] = item;
+            mbarrier_arrive(at.item_full + slot * 8);
+        }
+        ++n_items;
+    };
+    Item item = load_item(args.items, blockIdx.x);
+    for (;;) {
+        if (item.first_pair != item.end_pair) hand_over(item);
         const uint32_t query_tiles = (item.n_tokens * group + Self::QUERIES - 1) / Self::QUERIES;
         for (uint32_t pair = item.first_pair; pair < item.end_pair; ++pair) {
             const uint32_t head = pair / query_tiles;
@@ -130,8 +144,11 @@ __device__ __forceinline__ void load_tiles(const Decode<T, KV, D, NQ>& at, const
                 }
             }
         }
-        if ((idx = item.next) == 0) break;
+        if (item.next == 0) break;
+        item = load_item(args.items, item.next);
     }
+    item.end_pair = item.first_pair;  // no more
+    hand_over(item);
 }
 
 // One warp's running result for the packed queries: lane `4 g + c` holds queries `8 n + 2 c` and the next.
@@ -311,11 +328,10 @@ template <typename T, typename KV, int D, int NQ> struct Running {
                 for (int d = 4; d < 32; d *= 2) sum[n][e] += __shfl_xor_sync(~0u, sum[n][e], d);
                 const uint32_t query = 8 * n + 2 * c + e;
                 if (query >= n_valid) continue;
-                float* dst = at.merge_out + (turn * Self::QUERIES + query) * Self::PITCH;
 #pragma unroll
                 for (int m = 0; m < D / 16; ++m) {
-                    dst[m * 16 + (Self::FP8 ? 2 * g : g)] = out[n][m][e];
-                    dst[m * 16 + (Self::FP8 ? 2 * g + 1 : g + 8)] = out[n][m][e + 2];
+                    *at.merged(turn, query, m * 16 + (Self::FP8 ? 2 * g : g)) = out[n][m][e];
+                    *at.merged(turn, query, m * 16 + (Self::FP8 ? 2 * g + 1 : g + 8)) = out[n][m][e + 2];
                 }
                 if (g == 0) at.merge_stats[turn * Self::QUERIES + query] = make_float2(top[n][e], sum[n][e]);
             }
@@ -366,8 +382,7 @@ __device__ __forceinline__ void finish_piece(const Decode<T, KV, D, NQ>& at, con
         Merge merge;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const uint32_t row = w * Self::QUERIES + query;
-            merge.add(at.merge_stats[row], *reinterpret_cast<const float4*>(at.merge_out + row * Self::PITCH + column));
+            merge.add(at.merge_stats[w * Self::QUERIES + query], *reinterpret_cast<const float4*>(at.merged(w, query, column)));
         }
         if (whole) {
             merge.write(place(query) + column, sink(query), args.v_scale);
@@ -380,10 +395,11 @@ __device__ __forceinline__ void finish_piece(const Decode<T, KV, D, NQ>& at, con
     if (whole) return;
     named_barrier(1, WARPS * 32);
     if (threadIdx.x == 0) {
-        __threadfence();
-        *at.is_last = atomicAdd(args.counters + item.partial, 1) == item.n_pieces - 1;
-        if (*at.is_last) args.counters[item.partial] = 0;
-        __threadfence();
+        // Releases what the barrier ordered before, acquires what the other pieces' CTAs released.
+        uint32_t n_done;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(n_done) : "l"(args.counters + item.partial) : "memory");
+        *at.is_last = n_done == item.n_pieces - 1;
+        if (n_done == item.n_pieces - 1) args.counters[item.partial] = 0;
     }
     named_barrier(1, WARPS * 32);
     if (!*at.is_last) return;
@@ -423,6 +439,10 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
             mbarrier_init(at.full + s * 8, __CUDA_ARCH__ >= 900 ? 1 : 32);
             mbarrier_init(at.empty + s * 8, 1);
         }
+        for (int s = 0; s < Self::ITEMS; ++s) {
+            mbarrier_init(at.item_full + s * 8, 1);
+            mbarrier_init(at.item_empty + s * 8, WARPS);
+        }
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -436,14 +456,15 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
     const float scale = args.softcap != 0 ? unit / args.softcap : unit * LOG2E;
     const float softcap = args.softcap * LOG2E;
     Running<T, KV, D, NQ> run;
-#ifdef TIMELINE
-    uint64_t started;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(started));
-#endif
     uint32_t n_before = 0;  // stages of the pieces before this one
-    Item item = load_item(args.items, blockIdx.x);
-    pdl_wait();
-    for (;; item = load_item(args.items, item.next)) {
+    for (uint32_t n_items = 0;; ++n_items) {
+        const uint32_t slot = n_items % Self::ITEMS;
+        mbarrier_wait(at.item_full + slot * 8, n_items / Self::ITEMS % 2);
+        const Item item = at.items[slot];
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(at.item_empty + slot * 8);
+        if (item.first_pair == item.end_pair) break;
+        if (n_items == 0) pdl_wait();
         const uint32_t n_queries = item.n_tokens * group, query_tiles = (n_queries + Self::QUERIES - 1) / Self::QUERIES;
         // Tiles within these bounds are seen whole by every query.
         const int last_position = item.first_position + item.n_tokens - 1;
@@ -472,10 +493,8 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
 #endif
                     __syncwarp();
                 }
-#ifndef NO_COMPUTE
                 const bool masked = last > min((int)item.first_position, piece_last) || first < clear_from;
                 run.add(k, v, first, masked, piece_last, scale, softcap);
-#endif
                 __syncwarp();
                 if (lane == 0) mbarrier_arrive(at.empty + stage * 8);
             }
@@ -485,25 +504,15 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
             finish_piece<T, KV, D, NQ>(at, args, item, group, head, first_query, n_valid);
             named_barrier(1, WARPS * 32);  // before the buffers are filled again
         }
-        if (item.next == 0) break;
     }
-#ifdef TIMELINE
-    if (threadIdx.x == 0) {
-        uint64_t* t = reinterpret_cast<uint64_t*>(const_cast<float*>(args.sinks)) + 512 + blockIdx.x * 4;
-        uint32_t smid;
-        asm volatile("mov.u32 %0, %%smid;" : "=r"(smid));
-        uint64_t now;
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-        t[0] = started, t[1] = now, t[2] = smid;
-    }
-#endif
 }
 
-// Grid: CTAs of the plan; block: 32 * (WARPS + 1); dynamic shared bytes: `Decode::SHARED`. The maps are 3-D views of the
+// Grid: CTAs of the plan, best twice the multiprocessors; block: 160; dynamic shared bytes: `Decode::SHARED`, on Hopper
+// 115712, but 232448 for the _d256_q16 kernels. The maps are 3-D views of the
 // layer's keys and values, {CHUNK / element size, ROW / CHUNK, all rows} with byte strides {CHUNK, ROW}, box {CHUNK /
 // element size, 1, 16}, swizzle as wide as CHUNK (none for 16); before Hopper they are not read. Suffix _q16: 16 packed queries, else 8.
 #define DECODE(name, T, KV, D, NQ) \
-    extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), WARPS == 8 || D * NQ == 512 ? 1 : 2) name(const __grid_constant__ TensorMap k_map,                   \
+    extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), D * NQ == 512 ? 1 : 2) name(const __grid_constant__ TensorMap k_map,                   \
                                                               const __grid_constant__ TensorMap v_map,                   \
                                                               const __grid_constant__ AttentionArgs args) {              \
         extern __shared__ __align__(1024) char shared[];                                                                               \

@@ -129,7 +129,8 @@ impl<'a> Lists<'a> {
 /// Plans decode; returns the number of partial results (and counters) used.
 ///
 /// The pairs of all rows are laid end to end, and every CTA takes an equal stretch of what is left; a pair that a boundary
-/// falls into is cut there. With `fixed_tiles` each piece goes whole to one side instead.
+/// falls into is cut there, or, with `fixed_tiles`, goes whole to one side. (Taking the last pieces from a pool that the
+/// CTAs share makes them end together but no sooner: the memory is what they wait for.)
 pub fn plan_decode(rows: &[Row], heads: &Heads, split: &Split, items: &mut Vec<Item>) -> u32 {
     let spans: Vec<_> = rows
         .iter()
@@ -143,18 +144,18 @@ pub fn plan_decode(rows: &[Row], heads: &Heads, split: &Split, items: &mut Vec<I
         let pieces = split.fixed_tiles.map_or(1, |len| end.div_ceil(len) - first / len);
         u64::from(pairs) * u64::from(end - first + split.item_cost * pieces)
     };
-    let mut filler = Filler { split, left: spans.iter().map(cost).sum(), cta: 0, share: 0, room: 0 };
-    filler.open(0);
-
+    let mut filler = Filler::new(split, spans.iter().map(cost).sum());
     let mut lists = Lists::new(items, split.ctas);
     let mut n_partials = 0;
     let mut pieces = Vec::new();
     for (row, &(pairs, first, end)) in rows.iter().zip(&spans) {
+        // A pair is worth at most 8 pieces, unless those would be long.
+        let min_tiles = (end - first).div_ceil(8).min(32).max(split.min_tiles);
         for pair in 0..pairs {
             pieces.clear();
             let mut at = first;
             while at < end {
-                let next = filler.place(at, end);
+                let next = filler.place(at, end, min_tiles);
                 pieces.push((filler.cta, at, next));
                 at = next;
             }
@@ -195,7 +196,13 @@ struct Filler<'a> {
     room: i64,
 }
 
-impl Filler<'_> {
+impl<'a> Filler<'a> {
+    fn new(split: &'a Split, cost: u64) -> Self {
+        let mut filler = Self { split, left: cost, cta: 0, share: 0, room: 0 };
+        filler.open(0);
+        filler
+    }
+
     /// Goes on with `cta`. Its share is an equal one of what is left, but none is smaller than those before it: a CTA that
     /// stays idle costs less than pairs that are cut to feed it.
     fn open(&mut self, cta: u32) {
@@ -205,20 +212,16 @@ impl Filler<'_> {
     }
 
     /// Gives the tiles from `at` to `self.cta`; returns where the piece ends, at most at `end`.
-    fn place(&mut self, at: u32, end: u32) -> u32 {
+    fn place(&mut self, at: u32, end: u32, min_tiles: u32) -> u32 {
         let cost = i64::from(self.split.item_cost);
-        let min = i64::from(self.split.min_tiles.max(1));
+        let min = i64::from(min_tiles.max(1));
+        let tiles = i64::from(end - at);
         let whole = self.split.fixed_tiles.map(|len| (at / len + 1).saturating_mul(len).min(end));
-        let least = match whole {
-            Some(next) => (i64::from(next - at) + cost) / 2,
-            None => min.min(i64::from(end - at)) + cost,
-        };
-        let last = self.cta + 1 == self.split.ctas;
-        if self.room < least && !last {
+        let least = whole.map_or(min.min(tiles) + cost, |next| (i64::from(next - at) + cost) / 2);
+        if self.room < least && self.cta + 1 < self.split.ctas {
             self.open(self.cta + 1);
         }
         let last = self.cta + 1 == self.split.ctas;
-        let tiles = i64::from(end - at);
         let next = match whole {
             Some(next) => next,
             // A rest of less than half a shortest piece isn't worth a merge.
@@ -235,14 +238,12 @@ impl Filler<'_> {
 }
 
 /// Plans prefill: one item per KV head and tile of `tile_rows / group` query tokens, each given to the CTA with the least
-/// work so far, longest first. KV heads go in turns of as many as keep `l2_tokens` of context (over all rows) between
-/// them, so that what the CTAs read at one time stays in the L2 cache.
-pub fn plan_prefill(rows: &[Row], heads: &Heads, ctas: u32, tile_rows: u32, l2_tokens: u32, items: &mut Vec<Item>) {
+/// work so far, longest first. Where one KV head keeps all CTAs busy, heads go one after the other, so that what the CTAs
+/// read at one time stays in the L2 cache.
+pub fn plan_prefill(rows: &[Row], heads: &Heads, ctas: u32, tile_rows: u32, items: &mut Vec<Item>) {
     let tokens = (tile_rows / heads.group).max(1);
     let mut tiles = Vec::new();
-    let mut context = 0;
     for row in rows {
-        context += row.first_position + row.n_tokens;
         for at in (0..row.n_tokens).step_by(tokens as usize) {
             let (n_tokens, first_position) = (tokens.min(row.n_tokens - at), row.first_position + at);
             let (first_tile, end_tile) = visible_tiles(first_position, n_tokens, heads.window, PREFILL_TILE);
@@ -261,7 +262,7 @@ pub fn plan_prefill(rows: &[Row], heads: &Heads, ctas: u32, tile_rows: u32, l2_t
         }
     }
     tiles.sort_by_key(|t| std::cmp::Reverse(t.end_tile - t.first_tile));
-    let heads_at_once = (l2_tokens / context.max(1)).clamp(1, heads.kv_heads.max(1));
+    let heads_at_once = if tiles.len() >= 3 * ctas as usize { 1 } else { heads.kv_heads.max(1) };
     let mut lists = Lists::new(items, ctas);
     let mut loads: std::collections::BinaryHeap<_> = (0..ctas).map(|cta| std::cmp::Reverse((0u32, cta))).collect();
     for first_head in (0..heads.kv_heads).step_by(heads_at_once as usize) {
@@ -359,6 +360,8 @@ mod tests {
         assert!(pieces.is_empty() && used.iter().all(|&u| u));
         let cost =
             |i: &Item| u64::from(i.end_pair - i.first_pair) * u64::from(i.end_tile - i.first_tile + split.item_cost);
+        // A boundary leaves two pieces.
+        assert!(split.fixed_tiles.is_some() || n_partials <= 2 * split.ctas);
         lists.iter().map(|list| list.iter().map(cost).sum()).collect()
     }
 
@@ -371,7 +374,8 @@ mod tests {
             let heads = Heads { kv_heads: 1 + r.below(8), group: 1 + r.below(9), window };
             let (ctas, queries) = (1 + r.below(264), 8 << r.below(2));
             let fixed_tiles = if r.below(3) == 0 { Some(1 + r.below(32)) } else { None };
-            let split = Split { ctas, queries, min_tiles: 1 + r.below(8), item_cost: r.below(8), fixed_tiles };
+            let (min_tiles, item_cost) = (1 + r.below(8), r.below(8));
+            let split = Split { ctas, queries, min_tiles, item_cost, fixed_tiles };
             let loads = check_decode(&rows, &heads, &split);
             let (mean, max) = (loads.iter().sum::<u64>() / u64::from(ctas), loads.iter().max().copied().unwrap_or(0));
             let slack = u64::from(2 * (split.min_tiles + split.item_cost));
@@ -387,7 +391,7 @@ mod tests {
         let heads = Heads { kv_heads: 8, group: 4, window: 0 };
         let split = Split { ctas: 264, queries: 8, min_tiles: 4, item_cost: 2, fixed_tiles: None };
         let loads = check_decode(&rows, &heads, &split);
-        assert!(loads.iter().all(|&l| (400..=520).contains(&l)), "{loads:?}");
+        assert!(loads.iter().all(|&l| l <= 520), "{loads:?}");
     }
 
     #[test]
@@ -418,7 +422,7 @@ mod tests {
             let heads = Heads { kv_heads: 1 + r.below(8), group: 1 + r.below(9), window: 0 };
             let (ctas, tile_rows) = (1 + r.below(132), 64 << r.below(2));
             let mut items = Vec::new();
-            plan_prefill(&rows, &heads, ctas, tile_rows, 8192, &mut items);
+            plan_prefill(&rows, &heads, ctas, tile_rows, &mut items);
             let mut tokens: Vec<_> = lists(&items, ctas)
                 .into_iter()
                 .flatten()

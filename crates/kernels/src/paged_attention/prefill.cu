@@ -274,9 +274,7 @@ __device__ __forceinline__ void compute(const Prefill<T, D, GROUPS>& at, const A
         if (lane == 0) mbarrier_arrive(bar);
     };
     const auto pass_token = [&] { asm volatile("bar.arrive %0, 256;" :: "r"(next_token) : "memory"); };
-#ifndef NO_TOKEN
     if (warpgroup == GROUPS - 1) pass_token();
-#endif
     Rows<T, D, GROUPS> rows;
     Ring<Self::Q_STAGES> q_ring;
     Ring<Self::STAGES> k_ring, v_ring;
@@ -318,17 +316,13 @@ __device__ __forceinline__ void compute(const Prefill<T, D, GROUPS>& at, const A
             clear_behind<D>(at.v + v_ring.stage * Self::TILE, tile, end, warpgroup);
         }
         while (tile-- > item.first_tile) {
-#ifndef NO_TOKEN
             named_barrier(own_token, 256);
-#endif
             mbarrier_wait(at.k_full + k_ring.stage * 8, k_ring.parity);
             wgmma_fence();
             rows.start_scores(s, q, at.k + k_ring.stage * Self::TILE);
             mbarrier_wait(at.v_full + v_ring.stage * 8, v_ring.parity);
             rows.start_values(at.v + v_ring.stage * Self::TILE);
-#ifndef NO_TOKEN
             pass_token();
-#endif
             wgmma_wait<1>();
             pin(s);
             arrive(at.k_empty + k_ring.stage * 8);
@@ -396,7 +390,7 @@ __device__ __forceinline__ void prefill(const TensorMap* q_map, const TensorMap*
 }
 
 // Grid: CTAs of the plan (`plan_prefill` with 64 * GROUPS tile rows), best one a multiprocessor; block: 128 * (GROUPS + 1);
-// dynamic shared bytes: `Prefill::SHARED`, D = 128: 198144. k_map and v_map: as for decode. q_map: a 3-D view of qkv,
+// dynamic shared bytes: `Prefill::SHARED`, 198144 for D = 128 and 181760 for 64. k_map and v_map: as for decode. q_map: a 3-D view of qkv,
 // {D, heads + 2 * kv_heads, T} with byte strides {2 * D, row bytes}, box {64, group, 64 * GROUPS / group}, 128-byte swizzle.
 #define PREFILL(name, T, D, GROUPS)                                                                                      \
     extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) name(                                            \
@@ -405,11 +399,8 @@ __device__ __forceinline__ void prefill(const TensorMap* q_map, const TensorMap*
         extern __shared__ char shared[];                                                                                 \
         prefill<T, D, GROUPS>(&q_map, &k_map, &v_map, args, shared);                                                     \
     }
-#ifndef GROUPS_64
-#define GROUPS_64 3
-#endif
 PREFILL(paged_prefill_hopper_bf16_d128, bf16, 128, 2)
 PREFILL(paged_prefill_hopper_f16_d128, f16, 128, 2)
-PREFILL(paged_prefill_hopper_bf16_d64, bf16, 64, GROUPS_64)
-PREFILL(paged_prefill_hopper_f16_d64, f16, 64, GROUPS_64)
+PREFILL(paged_prefill_hopper_bf16_d64, bf16, 64, 3)
+PREFILL(paged_prefill_hopper_f16_d64, f16, 64, 3)
 #endif

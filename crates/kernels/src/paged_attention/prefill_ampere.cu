@@ -289,12 +289,8 @@ template <typename T, typename KV, int D> __device__ __forceinline__ void prefil
     PREFILL(paged_prefill_bf16_fp8_d##D, bf16, uint8_t, D)                                                               \
     PREFILL(paged_prefill_f16_fp8_d##D, f16, uint8_t, D)
 
-#ifdef ONLY_DIM
-PREFILL_DIM(ONLY_DIM)
-#else
 PREFILL_DIM(64)
 PREFILL_DIM(80)
 PREFILL_DIM(96)
 PREFILL_DIM(128)
 PREFILL_DIM(256)
-#endif

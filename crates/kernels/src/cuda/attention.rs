@@ -1,11 +1,10 @@
 //! Paged attention: the plan of a step, and the launches of a layer.
 
-use cudarc::driver::sys;
-
 use super::Element;
 use super::backend::{CudaKvCache, CudaTensor};
 use super::device::{Arg, Device, DeviceBuffer, Launch};
 use super::step::StepBuffers;
+use super::tensor_map::{Promotion, TensorMap, encode};
 use crate::paged_attention::plan::{Heads, Item, Row, Split, plan_decode, plan_prefill};
 use crate::{AttentionOp, KernelError, StepBatch, StepLimits};
 
@@ -13,8 +12,6 @@ use crate::{AttentionOp, KernelError, StepBatch, StepLimits};
 const ITEM_WORDS: usize = size_of::<Item>() / 4;
 /// CTAs of the decode kernel on a multiprocessor, and of the portable prefill kernel.
 const CTAS_PER_SM: usize = 2;
-/// Context that CTAs working side by side may read at a time, so that it stays in the L2 cache.
-const L2_TOKENS: u32 = 16_384;
 
 /// Plans and scratch memory of attention.
 pub struct Attention {
@@ -123,7 +120,7 @@ impl Attention {
             let n_partials = plan_decode(&decode, &group.heads, &split, &mut group.decode);
             assert!(n_partials <= self.max_partials, "more pieces than the grid can cut");
             let Prefill { ctas, rows, .. } = group.prefill_kernel;
-            plan_prefill(&prefill, &group.heads, ctas as u32, rows, L2_TOKENS, &mut group.prefill);
+            plan_prefill(&prefill, &group.heads, ctas as u32, rows, &mut group.prefill);
             group.rows = prefill;
         }
     }
@@ -233,14 +230,11 @@ impl Group {
     }
 }
 
-/// A `CUtensorMap`.
-pub type TensorMap = [u64; 16];
-
 /// A tensor map over a layer's keys (or values), in tiles of 16 tokens; see `decode.cu`.
 pub fn tensor_map(address: u64, rows: usize, row_bytes: usize, element: Element) -> Result<TensorMap, KernelError> {
     let chunk = [128, 64, 32].into_iter().find(|n| row_bytes.is_multiple_of(*n)).unwrap_or(16);
     let width = chunk / Element::BYTES;
-    encode(address, element, [width, row_bytes / chunk, rows], [chunk, row_bytes], [width, 1, 16])
+    encode(address, element, [width, row_bytes / chunk, rows], [chunk, row_bytes], [width, 1, 16], Promotion::L2_256)
 }
 
 /// A tensor map over the queries of merged rows, in tiles of the heads of a group; see `prefill.cu`.
@@ -248,52 +242,7 @@ fn query_map(qkv: &CudaTensor, op: &AttentionOp, tile: u32, element: Element) ->
     let (head_bytes, group) = (Element::BYTES * op.head_dim, op.heads / op.kv_heads);
     let sizes = [op.head_dim, op.heads + 2 * op.kv_heads, qkv.capacity()];
     let strides = [head_bytes, Element::BYTES * qkv.cols()];
-    encode(qkv.address(), element, sizes, strides, [64, group, tile as usize / group])
-}
-
-/// A map of three dimensions, the innermost first; `strides` in bytes, of the others. As wide as a tile is, so is it swizzled.
-pub(super) fn encode(
-    address: u64,
-    element: Element,
-    sizes: [usize; 3],
-    strides: [usize; 2],
-    tile: [usize; 3],
-) -> Result<TensorMap, KernelError> {
-    use sys::CUtensorMapDataType_enum as Type;
-    use sys::CUtensorMapSwizzle_enum as Swizzle;
-    let swizzle = match tile[0] * Element::BYTES {
-        128 => Swizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-        64 => Swizzle::CU_TENSOR_MAP_SWIZZLE_64B,
-        32 => Swizzle::CU_TENSOR_MAP_SWIZZLE_32B,
-        _ => Swizzle::CU_TENSOR_MAP_SWIZZLE_NONE,
-    };
-    let kind = match element {
-        Element::Bf16 => Type::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        Element::F16 => Type::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-    };
-    let (sizes, strides) = (sizes.map(|n| n as u64), strides.map(|n| n as u64));
-    let (tile, steps) = (tile.map(|n| n as u32), [1u32; 3]);
-    let mut map = std::mem::MaybeUninit::<sys::CUtensorMap>::zeroed();
-    // SAFETY: the arrays have three (strides two) entries, as the rank says; the map is written whole.
-    let result = unsafe {
-        sys::cuTensorMapEncodeTiled(
-            map.as_mut_ptr(),
-            kind,
-            3,
-            address as *mut _,
-            sizes.as_ptr(),
-            strides.as_ptr(),
-            tile.as_ptr(),
-            steps.as_ptr(),
-            sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
-            swizzle,
-            sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    };
-    result.result().map_err(super::device::fault("describing a tensor"))?;
-    // SAFETY: the driver filled it; it is 16 words.
-    Ok(unsafe { map.assume_init() }.opaque)
+    encode(qkv.address(), element, sizes, strides, [64, group, tile as usize / group], Promotion::L2_256)
 }
 
 fn words(items: &[Item]) -> &[u32] {

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::path::PathBuf;
 
 use super::Element;
-use super::attention::{Attention, TensorMap, tensor_map};
+use super::attention::{Attention, tensor_map};
 use super::cublas::{CublasLt, Shape};
 use super::device::{Arg, Device, DeviceBuffer, Launch};
 use super::graphs::Graphs;
@@ -12,6 +12,7 @@ use super::sampling::{Pending, Sampling};
 use super::small_m::SmallM;
 use super::staging::Staging;
 use super::step::{CudaStep, StepBuffers};
+use super::tensor_map::TensorMap;
 use crate::{
     Activation, AttentionOp, Backend, BlockCopy, DType, KernelError, KvDtype, KvLayout, Rope, RopePairing,
     SampleParams, SampleRequest, Sampled, StepBatch, StepLimits, StepShape, TensorRole, WeightPart,
@@ -56,10 +57,15 @@ fn vector_threads(cols: usize, most: usize) -> usize {
 /// Weights of a linear layer, `n_rows × n_cols`, row-major.
 pub struct CudaWeight {
     data: DeviceBuffer,
-    /// f32.
-    bias: Option<DeviceBuffer>,
+    bias: Option<Bias>,
     n_rows: usize,
     n_cols: usize,
+}
+
+/// One value per output feature, as each of the two kinds of kernel wants it.
+struct Bias {
+    f32: DeviceBuffer,
+    element: DeviceBuffer,
 }
 
 /// A vector of f32.
@@ -174,8 +180,16 @@ impl CudaBackend {
         self.device.synchronize()
     }
 
+    fn bias(&self, parts: &[WeightPart<'_>]) -> Result<Bias, KernelError> {
+        let of_part = |p: &WeightPart<'_>| p.bias.map_or_else(|| vec![0.0; p.n_rows], <[f32]>::to_vec);
+        let values: Vec<f32> = parts.iter().flat_map(of_part).collect();
+        let f32: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let element: Vec<u8> = values.iter().flat_map(|&x| self.element.bytes_of(x)).collect();
+        Ok(Bias { f32: self.device.upload(&f32, "a bias")?, element: self.device.upload(&element, "a bias")? })
+    }
+
     fn few_tokens(&self, shape: SmallM, x: &CudaTensor, w: &CudaWeight, out: &CudaTensor) {
-        let bias = w.bias.as_ref().map_or(0, |b| b.address);
+        let bias = w.bias.as_ref().map_or(0, |b| b.f32.address);
         let buffers = [x.address(), w.data.address, bias, out.address()];
         if let Err(error) = shape.launch(&self.device, self.element, buffers) {
             self.device.note_error(error);
@@ -252,11 +266,7 @@ impl Backend for CudaBackend {
             staging.send(&self.device, (part.dtype, n_cols, part.data), self.element, &data, offset)?;
             offset += Element::BYTES * part.n_rows * n_cols;
         }
-        let bias = parts.iter().any(|p| p.bias.is_some()).then(|| {
-            let of_part = |p: &WeightPart<'_>| p.bias.map_or_else(|| vec![0.0; p.n_rows], <[f32]>::to_vec);
-            parts.iter().flat_map(of_part).flat_map(f32::to_le_bytes).collect::<Vec<u8>>()
-        });
-        let bias = bias.map(|bytes| self.device.upload(&bytes, "a bias")).transpose()?;
+        let bias = parts.iter().any(|p| p.bias.is_some()).then(|| self.bias(parts)).transpose()?;
         Ok(CudaWeight { data, bias, n_rows, n_cols })
     }
 
@@ -342,7 +352,7 @@ impl Backend for CudaBackend {
             return self.few_tokens(few, x, w, out);
         }
         let shape = Shape { m: rows, n: w.n_rows, k: w.n_cols, f32_out, bias: w.bias.is_some() };
-        let bias = w.bias.as_ref().map_or(0, |b| b.address);
+        let bias = w.bias.as_ref().map_or(0, |b| b.element.address);
         self.matrices.product(&self.device, shape, x.address(), w.data.address, bias, out.address());
     }
 

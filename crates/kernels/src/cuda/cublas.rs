@@ -36,7 +36,7 @@ pub struct Shape {
     pub k: usize,
     /// Whether the output is f32 and not the inputs' type.
     pub f32_out: bool,
-    /// Whether a bias of f32 is added.
+    /// Whether a bias is added, which is of the inputs' type.
     pub bias: bool,
 }
 
@@ -201,7 +201,7 @@ impl Plan {
         set(A::CUBLASLT_MATMUL_DESC_TRANSA, &1)?;
         if shape.bias {
             set(A::CUBLASLT_MATMUL_DESC_EPILOGUE, &(sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as i32))?;
-            set(A::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &(CUDA_R_32F as i32))?;
+            set(A::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &(input as i32))?;
         }
         let layout =
             |kind, rows: usize, cols: usize| result::create_matrix_layout(kind, rows as u64, cols as u64, rows as i64);

@@ -10,6 +10,7 @@ mod sampling;
 mod small_m;
 mod staging;
 mod step;
+mod tensor_map;
 
 pub use backend::CudaBackend;
 
@@ -24,6 +25,14 @@ pub enum Element {
 impl Element {
     /// Bytes of one element.
     pub const BYTES: usize = 2;
+
+    /// `value` in this type; f16 saturates.
+    fn bytes_of(self, value: f32) -> [u8; Self::BYTES] {
+        match self {
+            Self::Bf16 => half::bf16::from_f32(value).to_le_bytes(),
+            Self::F16 => half::f16::from_f32(value.clamp(-65504.0, 65504.0)).to_le_bytes(),
+        }
+    }
 
     /// How kernel names end.
     fn suffix(self) -> &'static str {

@@ -1,8 +1,8 @@
 //! Launches of the linear layers for few tokens: see `small_m.cuh`.
 
 use super::Element;
-use super::attention::encode;
 use super::device::{Arg, Device, Launch};
+use super::tensor_map::{Promotion, encode};
 use crate::{Activation, KernelError};
 
 /// Most tokens; above them cuBLASLt is as fast.
@@ -10,10 +10,10 @@ pub const MAX_TOKENS: usize = 16;
 /// Bytes of a line, the unit in which rows of weights are read.
 const LINE_BYTES: usize = 128;
 /// Shared memory of a CTA that leaves room for one of the next kernel, and all of it.
-const HALF_SHARED: usize = 113 << 10;
+const HALF_SHARED: usize = 112 << 10;
 const ALL_SHARED: usize = 220 << 10;
-/// Weights of this many bytes are read so long that a deep ring is worth more than an early start of the next kernel.
-const LARGE_BYTES: usize = 80 << 20;
+/// A CTA's share of the weights above which a deep ring is worth more than an early start of the next kernel.
+const LARGE_SHARE: usize = 128 << 10;
 
 /// `out[m][n] = x[m][k] · w[n][k]ᵀ + bias[n]`, or with `act` `act(x · gateᵀ) * (x · upᵀ)` for `w = [gate | up]` of `2n` rows.
 #[derive(Debug, Clone, Copy)]
@@ -53,25 +53,33 @@ impl SmallM {
             && (Element::BYTES * self.k).is_multiple_of(LINE_BYTES)
     }
 
+    /// What was fastest on an H200 for each kind and size; the comment above `SMALL_M` in `small_m.cuh` has it in words.
     fn recipe(&self, n_sms: usize) -> Recipe {
         let tokens = if self.m <= 8 { 8 } else { 16 };
-        let fixed_rows = self.f32_out || self.act.is_some();
-        // Eights of rows of a CTA, in tiles of up to four.
+        // Eights of rows of a CTA.
         let share = (self.n / 8).div_ceil(n_sms);
-        let rows = if fixed_rows { 4 } else { share.div_ceil(share.div_ceil(4)).clamp(2, 4) };
+        let even = share.div_ceil(share.div_ceil(4)).clamp(2, 4);
+        let (rows, lines) = match (self.act.is_some(), self.f32_out, tokens) {
+            (_, true, 8) => (4, if self.m < 5 { 16 } else { 8 }),
+            (true, _, 8) => (2, 16),
+            (_, _, 8) => (if matches!(share, 1 | 3) { share } else { 2 }, 16),
+            (false, false, _) => (even, 8),
+            _ => (4, 8),
+        };
         let all_lines = Element::BYTES * self.k / LINE_BYTES;
-        let short = all_lines < 8 || (!all_lines.is_multiple_of(8) && all_lines < 16);
-        let lines = if short { all_lines } else { 8 };
+        let uneven = all_lines < 2 * lines && !all_lines.is_multiple_of(lines);
+        let lines = if all_lines < lines || uneven { all_lines } else { lines };
         let x_bytes = match tokens {
             8 => (LINE_BYTES * self.m * lines).next_multiple_of(1024),
             _ => LINE_BYTES * tokens * lines,
         };
         let fixed = 1296 + (256 * rows + 32) * tokens;
         let stage = 1024 * lines * rows + x_bytes;
-        let weights = Element::BYTES * self.k * self.n * if self.act.is_some() { 2 } else { 1 };
-        let budget = if weights > LARGE_BYTES { ALL_SHARED } else { HALF_SHARED };
-        // Two chunks at least, or nothing overlaps.
-        let stages = ((budget - fixed) / stage).clamp(2, 16);
+        let gates = if self.act.is_some() { 2 } else { 1 };
+        let large = share * 8 * gates * Element::BYTES * self.k > LARGE_SHARE;
+        let budget = if large { ALL_SHARED } else { HALF_SHARED };
+        let stages = ((budget - fixed) / stage).min(16);
+        assert!(stages > 0, "a chunk fits the shared memory");
         Recipe { tokens, rows, lines, stages, shared_bytes: fixed + stages * stage }
     }
 
@@ -83,7 +91,14 @@ impl SmallM {
         let map = |address, n_rows: usize, tile_rows| {
             let width = LINE_BYTES / Element::BYTES;
             let sizes = [width, n_rows, self.k / width];
-            encode(address, element, sizes, [Element::BYTES * self.k, LINE_BYTES], [width, tile_rows, lines])
+            encode(
+                address,
+                element,
+                sizes,
+                [Element::BYTES * self.k, LINE_BYTES],
+                [width, tile_rows, lines],
+                Promotion::L2_128,
+            )
         };
         let w_map = map(w, gates * self.n, 8)?;
         let x_map = map(x, self.m, if tokens == 8 { self.m } else { 8 })?;
@@ -107,10 +122,30 @@ impl SmallM {
 
     /// Lets all kernels of the family use the shared memory that they may need.
     pub fn allow_shared(device: &Device, element: Element) {
-        for tokens in [8, 16] {
-            let plain = (2..=4).map(|rows| format!("small_m_{}_t{tokens}_r{rows}", element.suffix()));
-            let others = ["gated", "logits"].map(|kind| format!("small_m_{kind}_{}_t{tokens}_r4", element.suffix()));
-            plain.chain(others).for_each(|kernel| device.allow_shared(&kernel, 227 << 10));
+        let suffix = element.suffix();
+        let plain = [(8, 1), (8, 2), (8, 3), (8, 4), (16, 2), (16, 3), (16, 4)];
+        let plain = plain.map(|(tokens, rows)| format!("small_m_{suffix}_t{tokens}_r{rows}"));
+        let others = [("gated", 8, 2), ("gated", 16, 4), ("logits", 8, 4), ("logits", 16, 4)];
+        let others = others.map(|(kind, tokens, rows)| format!("small_m_{kind}_{suffix}_t{tokens}_r{rows}"));
+        plain.iter().chain(&others).for_each(|kernel| device.allow_shared(kernel, 227 << 10));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_recipe_fits_a_multiprocessor() {
+        for (n, k) in [(6144, 4096), (4096, 14_336), (14_336, 4096), (128_256, 4096), (960, 576), (576, 1536), (8, 64)]
+        {
+            for m in 1..=MAX_TOKENS {
+                for (f32_out, act) in [(false, None), (true, None), (false, Some(Activation::Silu))] {
+                    let recipe = SmallM { m, n, k, f32_out, act }.recipe(132);
+                    assert!(recipe.shared_bytes <= 227 << 10 && (1..=16).contains(&recipe.stages), "{recipe:?}");
+                    assert!(recipe.tokens >= m && recipe.lines * LINE_BYTES <= 2 * k, "{recipe:?}");
+                }
+            }
         }
     }
 }

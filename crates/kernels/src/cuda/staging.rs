@@ -4,8 +4,6 @@
 
 use std::thread;
 
-use half::{bf16, f16};
-
 use super::Element;
 use super::device::{Device, DeviceBuffer, Event, PinnedBuffer};
 use crate::dequantize::dequantize;
@@ -75,10 +73,7 @@ fn convert(dtype: DType, n_cols: usize, from: &[u8], element: Element, to: &mut 
     for (from, to) in rows.zip(to.chunks_exact_mut(n_cols * Element::BYTES)) {
         dequantize(dtype, from, &mut row);
         for (&value, to) in row.iter().zip(to.as_chunks_mut().0) {
-            *to = match element {
-                Element::Bf16 => bf16::from_f32(value).to_le_bytes(),
-                Element::F16 => f16::from_f32(value.clamp(-65504.0, 65504.0)).to_le_bytes(),
-            };
+            *to = element.bytes_of(value);
         }
     }
 }

@@ -509,7 +509,7 @@ template <typename W, typename T, typename Out, int TOKENS, int RT, int FLAGS> s
 //
 // From sm_90 on the maps are read instead of `w` and `x`: 3 dimensions (128 bytes of columns, rows, k's lines), strides (bytes of
 // a row, 128), box (128 bytes of columns, 8, lines), for x (128 bytes of columns, m if tokens is 8, else 8, lines * X), 128-byte
-// swizzle, 256-byte L2 promotion, zeros outside; `w` has n rows (2n with GATED), x has exactly m.
+// swizzle, 128-byte L2 promotion, zeros outside; `w` has n rows (2n with GATED), x has exactly m.
 //
 // What was fastest on an H200, with u = n / 8 / multiprocessors, rounded up, and r = u spread evenly over the fewest tiles of at
 // most 4 units, at least 2:

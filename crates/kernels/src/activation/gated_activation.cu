@@ -34,7 +34,7 @@ __device__ __forceinline__ void products(float (&y)[8], const Vec<T, 8>& gate, c
 
 // gate_up [rows][2 * cols], out [rows][cols], cols a multiple of 8. FP8_GROUP: cols a multiple of 128,
 // scales f32[rows][cols / 128].
-// grid (rows, ceil(cols / (8 * block))), block a multiple of 32 threads.
+// grid (rows, ceil(cols / (8 * block))), block 256 (any multiple of 32).
 template <typename T, typename O, Output OUT, Act ACT>
 __device__ void gated(const T* gate_up, O* out, float* scales, uint32_t cols) {
     pdl_wait();
@@ -64,7 +64,7 @@ __device__ void gated(const T* gate_up, O* out, float* scales, uint32_t cols) {
     }
 }
 
-// One block a row; the products wait in registers for the row's largest. cols at most 8 * V * block.
+// One block a row; the products wait in registers for the row's largest. V = 2 up to 16384 columns, 4 (`..._wide`) up to 32768.
 // scales f32[rows]. grid (rows), block ceil(cols / 8 / V) threads rounded up to 32, at most 1024.
 template <typename T, Act ACT, int V>
 __device__ void gated_fp8_token(const T* gate_up, fp8* out, float* scales, uint32_t cols) {

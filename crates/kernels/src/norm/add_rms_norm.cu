@@ -17,7 +17,8 @@ template <bool MAX> __device__ __forceinline__ float block_reduce(float x, float
 //
 // delta, residual, out [rows][cols]; weight f32[cols]; cols a multiple of 8 (of 128 with groups), at most V * 8192.
 // scales f32[rows] (FP8_TOKEN) or f32[rows][cols / 128] (FP8_GROUP), unused otherwise.
-// grid: up to `rows`, each block takes every gridDim.x-th row; block: ceil(cols / 8 / V) threads rounded up to 32.
+// grid: `rows` (fewer are allowed: a block then takes every gridDim.x-th row); block: ceil(cols / 8 / V) threads rounded up
+// to 32, at most 1024.
 // `weight` is read before the wait for earlier kernels.
 template <typename T, typename O, Output OUT, int V>
 __device__ void add_rms_norm(const T* delta, T* residual, const float* weight, O* out, float* scales, float eps,

@@ -45,7 +45,8 @@ template <> __device__ __forceinline__ void store4<fp8>(fp8* to, const float* x,
 // A head is taken by LANES threads of 8 elements each: pairs 4 * lane to 4 * lane + 3 where the head rotates, elements
 // 8 * lane to 8 * lane + 7 beyond. A thread keeps N heads in flight, all with the same cosines and sines.
 //
-// grid (n_tokens, y), block a multiple of 32 threads: heads are dealt to y * block / LANES groups of threads.
+// grid (n_tokens, y), block 128 (any multiple of 32 up to 512): heads are dealt to y * block / LANES groups of threads; fastest:
+// y = ceil((heads + 2 * kv_heads) * LANES / (block * N)), one round for all heads.
 // Positions, slots and tables are read before the wait for earlier kernels of the stream: what writes them must be complete
 // before the chain of overlapping kernels begins.
 template <typename T, typename C, bool NORM, int LANES, int N> __device__ void rope_write_kv(const RopeWriteKv& a) {
@@ -142,12 +143,9 @@ template <typename T, typename C, bool NORM, int LANES, int N> __device__ void r
 }
 
 // dim <= 64: ..._64, <= 128: ..._128, <= 256: ..._256; with the norm of q and k ..._norm_64 and so on.
-#ifndef ROPE_N
-#define ROPE_N 2
-#endif
 #define ROPE_DIM(NAME, T, C, NORM, DIM)                                                                              \
     extern "C" __global__ void __launch_bounds__(512) NAME##_##DIM(const RopeWriteKv a) {                             \
-        rope_write_kv<T, C, NORM, DIM / 8, ROPE_N>(a);                                                                \
+        rope_write_kv<T, C, NORM, DIM / 8, 2>(a);                                                                \
     }
 #define ROPE(NAME, T, C, NORM) ROPE_DIM(NAME, T, C, NORM, 64) ROPE_DIM(NAME, T, C, NORM, 128) ROPE_DIM(NAME, T, C, NORM, 256)
 #define ROPE_WRITE_KV(NAME, T, C) ROPE(NAME, T, C, false) ROPE(NAME##_norm, T, C, true)

@@ -45,7 +45,9 @@ __device__ __forceinline__ uint32_t cluster_size() {
 }
 // Blocks write to each other's shared memory only by asynchronous stores that complete on a barrier (mbarrier) of the receiving
 // block. A barrier of the whole cluster would cost a fence over all memory and the L1 cache each time.
-[[maybe_unused]] __device__ __forceinline__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+[[maybe_unused]] __device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return uint32_t(__cvta_generic_to_shared(p));
+}
 
 // Sends a value to `to` of another block, whose instance of `barrier` counts the bytes.
 __device__ __forceinline__ void send(uint32_t rank, u64* to, u64 x, u64* barrier) {

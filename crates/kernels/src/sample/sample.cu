@@ -14,15 +14,6 @@
 
 namespace {
 
-#ifndef SAMPLE_BLOCKS
-#define SAMPLE_BLOCKS 2
-#endif
-#ifndef GREEDY_BLOCKS
-#define GREEDY_BLOCKS 2
-#endif
-#ifndef GREEDY_LOADS
-#define GREEDY_LOADS 8
-#endif
 constexpr uint32_t ID_BITS = 18;  // vocabularies up to 262,144
 constexpr float GREEDY_BELOW = 1e-5f, LOWEST = -3.402823466e38f;
 
@@ -530,7 +521,7 @@ __device__ void answer_greedy(const Batch& b, uint32_t index, Row& row) {
     const Request& r = b.requests[index];
     if (r.logit == NONE) return cluster_wait();
     Argmax mine;
-    read_run<GREEDY_LOADS>(row, b.logits + r.logit * b.stride, b.n_vocab, [&](uint32_t i, const float4& v) {
+    read_run<4>(row, b.logits + r.logit * b.stride, b.n_vocab, [&](uint32_t i, const float4& v) {
         const uint32_t token = row.first + i;
         mine.take(token, v.x), mine.take(token + 1, v.y), mine.take(token + 2, v.z), mine.take(token + 3, v.w);
     });
@@ -541,12 +532,13 @@ __device__ void answer_greedy(const Batch& b, uint32_t index, Row& row) {
 
 }  // namespace
 
-// Answers requests, each with a cluster of n = 1, 2, 4, 8 or 16 blocks. A slot may be in several requests, but only one of them
-// may draw with APPEND or penalties.
+// Answers requests, each with a cluster of n = 1, 2, 4, 8 or 16 blocks; results do not depend on n. A slot may be in several
+// requests, but only one of them may draw with APPEND or penalties.
 // grid (n * n_requests), block 512, cluster (n) as a launch attribute (16 needs the function's attribute for non-portable
-// sizes); dynamic shared memory: slice * 4 bytes, slice = n_vocab / n rounded up to 32, or slice * 6 where any request has
-// penalties. Before sm_90: n = 1, no dynamic shared memory, `scratch` instead.
-extern "C" __global__ void __launch_bounds__(THREADS, SAMPLE_BLOCKS) sample(const Batch b) {
+// sizes; fastest: 16 up to 4 requests, else 8); dynamic shared memory: slice * 4 bytes, slice = n_vocab / n rounded up, then to a
+// multiple of 32, or slice * 6 where any request has penalties; 20 KB static come on top of it. Before sm_90: n = 1, no dynamic
+// shared memory, `scratch` instead.
+extern "C" __global__ void __launch_bounds__(THREADS, 2) sample(const Batch b) {
     __shared__ Shared s;
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(16) uint8_t memory[];
@@ -558,8 +550,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, SAMPLE_BLOCKS) sample(cons
 }
 
 // The same for requests that are greedy and have no mask, bias, penalty, log-probabilities or forced token. Launched as above,
-// without dynamic shared memory.
-extern "C" __global__ void __launch_bounds__(THREADS, GREEDY_BLOCKS) sample_greedy(const Batch b) {
+// without dynamic shared memory; fastest: n = 16 up to 4 requests, 8 up to 64, else 4.
+extern "C" __global__ void __launch_bounds__(THREADS, 3) sample_greedy(const Batch b) {
     __shared__ Shared s;
     Row row = row_of(s, nullptr, b.n_vocab);
     answer_greedy(b, blockIdx.x / row.n_blocks, row);

@@ -255,7 +255,9 @@ impl Fixture {
     /// A server that answers everything with `text`, a token a step.
     pub async fn answering(text: &str) -> Self {
         let tokens = tokenizer("smollm").encode(text, false).unwrap();
-        Self::with(ServerConfig::default(), move |_| Script::of(tokens.clone())).await
+        let mut config = ServerConfig::default();
+        config.admission.max_num_queued_reqs = Some(256);
+        Self::with(config, move |_| Script::of(tokens.clone())).await
     }
 
     pub async fn with(config: ServerConfig, script: impl Fn(&Request) -> Script + Send + 'static) -> Self {

@@ -173,8 +173,7 @@ impl Attention {
         let decode_args = args(buffers.extra(2 * group));
         let (k_map, v_map) = cache.maps(layer);
         let wide = if plan.heads.group > 8 { "_q16" } else { "" };
-        let launch =
-            Launch { grid: [self.ctas, 1, 1], threads: 160, shared_bytes: decode_shared_bytes(device, dim, wide) };
+        let launch = Launch::new([self.ctas, 1, 1], 160, decode_shared_bytes(device, dim, wide));
         let kernel = format!("paged_decode_{suffix}_d{dim}{wide}");
         device.launch(&kernel, launch, &[Arg::Struct(k_map), Arg::Struct(v_map), Arg::Struct(&decode_args)]);
         if plan.rows.is_empty() {
@@ -182,8 +181,7 @@ impl Attention {
         }
         let prefill_args = args(buffers.extra(2 * group + 1));
         let prefill = plan.prefill_kernel;
-        let launch =
-            Launch { grid: [prefill.ctas, 1, 1], threads: prefill.threads, shared_bytes: prefill.shared_bytes };
+        let launch = Launch::new([prefill.ctas, 1, 1], prefill.threads, prefill.shared_bytes);
         let kernel = prefill.kernel(self.element, dim);
         if !prefill.hopper {
             return device.launch(&kernel, launch, &[Arg::Struct(&prefill_args)]);

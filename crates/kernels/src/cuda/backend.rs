@@ -108,7 +108,7 @@ impl CudaKvCache {
         let n_planes = 2 * self.layout.n_layers;
         let block_bytes = self.layout.block_bytes() / n_planes;
         let args = [(&self.data).into(), (self.half_layer_bytes() as u64).into(), (block_bytes as u64).into()];
-        (args, Launch { grid: [n_planes, n, 1], threads: 256, shared_bytes: 0 })
+        (args, Launch::new([n_planes, n, 1], 256, 0))
     }
 
     /// Tensor maps of a layer's keys and values.
@@ -375,7 +375,10 @@ impl Backend for CudaBackend {
             rows.into(),
             residual.cols.into(),
         ];
-        self.launch("add_rms_norm", Launch::linear(rows, vector_threads(residual.cols, 1024)), &args);
+        let (name, vectors) = if residual.cols > 8192 { ("_wide", 2) } else { ("", 1) };
+        let threads = vector_threads(residual.cols.div_ceil(vectors), 1024);
+        let kernel = format!("add_rms_norm_{}{name}", self.element.suffix());
+        self.device.launch(&kernel, Launch::linear(rows, threads), &args);
     }
 
     fn rope_write_kv(
@@ -416,10 +419,12 @@ impl Backend for CudaBackend {
             65..=128 => (128, 16),
             _ => (256, 32),
         };
-        // Each group of lanes takes two heads at a time.
-        let threads = ((op.heads + 2 * op.kv_heads) * lanes / 2).next_multiple_of(32).min(512);
-        let kernel = format!("rope_write_kv_{}_{width}", self.element.suffix());
-        self.device.launch(&kernel, Launch::linear(step.shape.n_tokens, threads), &[Arg::Struct(&args)]);
+        // Each group of lanes takes two heads, blocks of 128 threads.
+        let n_heads = op.heads + 2 * op.kv_heads;
+        let norm = if qk_norm.is_some() { "_norm" } else { "" };
+        let kernel = format!("rope_write_kv_{}{norm}_{width}", self.element.suffix());
+        let launch = Launch::new([step.shape.n_tokens, (n_heads * lanes).div_ceil(256), 1], 128, 0);
+        self.device.launch(&kernel, launch, &[Arg::Struct(&args)]);
     }
 
     fn paged_attention(
@@ -462,7 +467,7 @@ impl Backend for CudaBackend {
         };
         let args = [gate_up.address().into(), out.address().into(), out.cols.into()];
         let threads = vector_threads(out.cols, 256);
-        let launch = Launch { grid: [rows, out.cols.div_ceil(8 * threads), 1], threads, shared_bytes: 0 };
+        let launch = Launch::new([rows, out.cols.div_ceil(8 * threads), 1], threads, 0);
         self.launch(name, launch, &args);
     }
 

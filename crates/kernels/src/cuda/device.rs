@@ -79,12 +79,19 @@ pub struct Launch {
     pub threads: usize,
     /// Bytes of dynamic shared memory.
     pub shared_bytes: usize,
+    /// Blocks of a cluster; 1: none.
+    pub cluster: usize,
 }
 
 impl Launch {
+    /// A grid without clusters.
+    pub fn new(grid: [usize; 3], threads: usize, shared_bytes: usize) -> Self {
+        Self { grid, threads, shared_bytes, cluster: 1 }
+    }
+
     /// A one-dimensional grid without dynamic shared memory.
     pub fn linear(blocks: usize, threads: usize) -> Self {
-        Self { grid: [blocks, 1, 1], threads, shared_bytes: 0 }
+        Self::new([blocks, 1, 1], threads, 0)
     }
 }
 
@@ -163,9 +170,19 @@ impl Device {
             };
         }
         // SAFETY: plain data, for which zeros are valid.
-        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
-        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        attribute.value.programmaticStreamSerializationAllowed = 1;
+        let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
+        attributes[0].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attributes[0].value.programmaticStreamSerializationAllowed = 1;
+        attributes[1].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attributes[1].value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 {
+            x: u32::try_from(launch.cluster).expect("a cluster is small"),
+            y: 1,
+            z: 1,
+        };
+        let n_attributes = match self.capability.0 {
+            ..9 => 0,
+            _ => 1 + u32::from(launch.cluster > 1),
+        };
         let size = |n: usize| u32::try_from(n).expect("a launch size");
         let config = sys::CUlaunchConfig {
             gridDimX: size(launch.grid[0]),
@@ -176,8 +193,8 @@ impl Device {
             blockDimZ: 1,
             sharedMemBytes: size(launch.shared_bytes),
             hStream: self.stream,
-            attrs: &raw mut attribute,
-            numAttrs: u32::from(self.capability.0 >= 9),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: n_attributes,
         };
         // SAFETY: the wrappers beside each `.cu` file pass arguments of the kernel's own signature; buffers outlive the
         // stream's work, since they live as long as the backend.
@@ -459,6 +476,14 @@ fn load_kernels(capability: (i32, i32)) -> Result<Kernels, KernelError> {
 }
 
 impl Device {
+    /// Lets a kernel be launched in clusters of 16 blocks, which not every device of its generation can hold.
+    pub fn allow_wide_cluster(&self, kernel: &str) {
+        let Some(&function) = self.kernels.get(kernel) else { return };
+        let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED;
+        // SAFETY: a function of a loaded module.
+        self.note(kernel, unsafe { result::function::set_function_attribute(function, attribute, 1) });
+    }
+
     /// Lets a kernel use up to `bytes` of dynamic shared memory; above 48 KiB it must be asked for, once.
     pub fn allow_shared(&self, kernel: &str, bytes: usize) {
         let Some(&function) = self.kernels.get(kernel) else {

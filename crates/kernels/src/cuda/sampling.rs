@@ -9,8 +9,10 @@ use crate::{KernelError, SampleParams, SampleRequest, Sampled, StepLimits, Token
 
 /// Steps whose draws may be enqueued and not collected.
 const RING: usize = 3;
-/// Blocks that share one request (the cluster of `sample.cu`).
-const CLUSTER: usize = 8;
+/// Blocks that share a request: many where there are few requests, since each block reads a part of the logits.
+const CLUSTERS: [usize; 3] = [16, 8, 4];
+/// Smallest cluster of requests that are not plainly greedy: a block keeps its part of the logits in shared memory.
+const SMALLEST_CLUSTER: usize = 8;
 /// Words of a request, and of a bias.
 const REQUEST_WORDS: usize = 20;
 /// Words of an answer before its best tokens.
@@ -68,8 +70,9 @@ impl Sampling {
                 done: Event::new(false)?,
             })
         };
-        let slice_bytes = 6 * limits.n_vocab.div_ceil(CLUSTER).next_multiple_of(32);
-        device.allow_shared("sample", slice_bytes);
+        device.allow_shared("sample", 6 * slice(limits.n_vocab, SMALLEST_CLUSTER));
+        ["sample", "sample_greedy"].iter().for_each(|kernel| device.allow_wide_cluster(kernel));
+        device.check()?;
         Ok(Self {
             last_tokens: device.buffer(4 * limits.max_slots, "last tokens")?,
             history: device.buffer(4 * limits.max_slots * history_len, "tokens that penalties count")?,
@@ -138,13 +141,19 @@ impl Sampling {
             self.history_len as u64,
             answer_words as u64 | (self.n_vocab as u64) << 32,
         ];
-        let slice = self.n_vocab.div_ceil(CLUSTER).next_multiple_of(32);
         let penalized = requests.iter().any(|r| has_penalties(r.params));
-        let (kernel, shared_bytes) = match requests.iter().all(is_plain_greedy) {
-            true => ("sample_greedy", 0),
-            false => ("sample", slice * if penalized { 6 } else { 4 }),
+        let greedy = requests.iter().all(is_plain_greedy);
+        let cluster = match requests.len() {
+            0..=4 => CLUSTERS[0],
+            65.. if greedy => CLUSTERS[2],
+            _ => CLUSTERS[1],
         };
-        let launch = Launch { grid: [CLUSTER * requests.len(), 1, 1], threads: 512, shared_bytes };
+        let (kernel, shared_bytes) = match greedy {
+            true => ("sample_greedy", 0),
+            false => ("sample", slice(self.n_vocab, cluster) * if penalized { 6 } else { 4 }),
+        };
+        let grid = [cluster * requests.len(), 1, 1];
+        let launch = Launch { cluster, ..Launch::new(grid, 512, shared_bytes) };
         device.launch(kernel, launch, &[Arg::Struct(&batch)]);
         draws.done.record(device);
         let pending = Pending { draws: self.next, stride: answer_words, n_top };
@@ -236,6 +245,11 @@ fn read(answer: &[u32], n_top: Option<usize>) -> Sampled {
         top: best(n).map(|(&id, &bits)| (id, f32::from_bits(bits))).collect(),
     });
     Sampled { token: head[0], logprobs, corrupt }
+}
+
+/// Logits that each block of a cluster takes.
+fn slice(n_vocab: usize, cluster: usize) -> usize {
+    n_vocab.div_ceil(cluster).next_multiple_of(32)
 }
 
 fn has_penalties(p: &SampleParams) -> bool {

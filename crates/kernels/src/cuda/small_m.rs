@@ -115,7 +115,7 @@ impl SmallM {
             _ => "",
         };
         let kernel = format!("small_m_{kind}{}_t{tokens}_r{rows}", element.suffix());
-        let launch = Launch { grid: [device.n_sms, 1, 1], threads: 288, shared_bytes };
+        let launch = Launch::new([device.n_sms, 1, 1], 288, shared_bytes);
         device.launch(&kernel, launch, &[Arg::Struct(&args), Arg::Struct(&w_map), Arg::Struct(&x_map)]);
         Ok(())
     }

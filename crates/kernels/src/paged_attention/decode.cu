@@ -507,15 +507,16 @@ __device__ __forceinline__ void decode(const TensorMap* k_map, const TensorMap* 
     }
 }
 
-// Grid: CTAs of the plan, best twice the multiprocessors; block: 160; dynamic shared bytes: `Decode::SHARED`, on Hopper
-// 115712, but 232448 for the _d256_q16 kernels. The maps are 3-D views of the
-// layer's keys and values, {CHUNK / element size, ROW / CHUNK, all rows} with byte strides {CHUNK, ROW}, box {CHUNK /
-// element size, 1, 16}, swizzle as wide as CHUNK (none for 16); before Hopper they are not read. Suffix _q16: 16 packed queries, else 8.
-#define DECODE(name, T, KV, D, NQ) \
-    extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), D * NQ == 512 ? 1 : 2) name(const __grid_constant__ TensorMap k_map,                   \
-                                                              const __grid_constant__ TensorMap v_map,                   \
-                                                              const __grid_constant__ AttentionArgs args) {              \
-        extern __shared__ __align__(1024) char shared[];                                                                               \
+// Grid: CTAs of the plan, best twice the multiprocessors; block: 160; dynamic shared bytes: `Decode::SHARED`, on Hopper 115712,
+// but 232448 for the _d256_q16 kernels. The maps are 3-D views of the layer's keys and values, {CHUNK / element size,
+// ROW / CHUNK, all rows} with byte strides {CHUNK, ROW}, box {CHUNK / element size, 1, 16}, swizzle as wide as CHUNK (none
+// for 16), where ROW is the bytes of a head and CHUNK the greatest of 128, 64, 32, 16 that divides it; before Hopper they
+// are not read. Suffix _q16: 16 packed queries (tokens of a row times heads of a group), else 8.
+#define DECODE(name, T, KV, D, NQ)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), D * NQ == 512 ? 1 : 2) name(                          \
+        const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,                                \
+        const __grid_constant__ AttentionArgs args) {                                                                    \
+        extern __shared__ __align__(1024) char shared[];                                                                 \
         decode<T, KV, D, NQ>(&k_map, &v_map, args, shared);                                                              \
     }
 #define DECODE_KV(T, name, KV, kv_name, D)                                                                               \

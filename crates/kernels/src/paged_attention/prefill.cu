@@ -390,8 +390,9 @@ __device__ __forceinline__ void prefill(const TensorMap* q_map, const TensorMap*
 }
 
 // Grid: CTAs of the plan (`plan_prefill` with 64 * GROUPS tile rows), best one a multiprocessor; block: 128 * (GROUPS + 1);
-// dynamic shared bytes: `Prefill::SHARED`, 198144 for D = 128 and 181760 for 64. k_map and v_map: as for decode. q_map: a 3-D view of qkv,
-// {D, heads + 2 * kv_heads, T} with byte strides {2 * D, row bytes}, box {64, group, 64 * GROUPS / group}, 128-byte swizzle.
+// dynamic shared bytes: `Prefill::SHARED`, 198144 for D = 128 and 181760 for 64. k_map and v_map: as for decode. q_map: a
+// 3-D view of qkv, {D, heads + 2 * kv_heads, T} with byte strides {2 * D, row bytes}, box {64, group, 64 * GROUPS / group},
+// 128-byte swizzle. The group has at most 64 * GROUPS heads.
 #define PREFILL(name, T, D, GROUPS)                                                                                      \
     extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1) name(                                            \
         const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,                                \

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kwire_engine::{FinishReason, TokenLogprobs};
-use kwire_protocol::openai::chat::StopReason;
+use kwire_protocol::openai::answer::StopReason;
 
 use super::prepare::Plan;
 use crate::text::{Detokenizer, StopMatcher, StopSet, Tokenizer};

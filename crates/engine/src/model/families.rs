@@ -11,7 +11,7 @@ use serde_json::{Map, Number, Value};
 use super::{
     checkpoint::{Meta, MetaValue, TensorInfo},
     config::{Fields, HfConfig, ModelError},
-    rope::{self, Scaling},
+    rope::{self, MAX_CONTEXT, Scaling},
     spec::{AttentionSpec, DecoderSpec, LayerRole, LayerSpec, MlpSpec, WeightNames},
 };
 
@@ -22,7 +22,6 @@ pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_VOCAB: usize = 1 << 24;
 const MAX_LAYERS: usize = 4096;
-const MAX_CONTEXT: usize = 1 << 31;
 
 type HfFamily = fn(&Fields) -> Result<DecoderSpec, ModelError>;
 type GgufFamily = fn(&GgufConfig<'_>) -> Result<DecoderSpec, ModelError>;
@@ -475,14 +474,9 @@ const HARMLESS: &[&str] = &[
     "use_flash_attn",
 ];
 
-/// Keys of a GGUF file, without `<arch>.`, that never change a forward pass.
-const GGUF_HARMLESS: &[&str] = &[
-    "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",
-    "rope.scaling.factor",
-    "tensor_data_layout",
-    "vocab_size",
-];
+/// Keys of a GGUF file, without `<arch>.`, that never change a forward pass, or only one whose type of scaling reads them.
+const GGUF_HARMLESS: &[&str] =
+    &["rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout", "vocab_size"];
 
 #[cfg(test)]
 mod tests;

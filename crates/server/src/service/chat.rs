@@ -121,17 +121,16 @@ impl ChatRun {
     fn print(&self, sink: &mut impl ChunkSink, delta: &Delta) {
         let envelope = &self.envelope;
         let usage = envelope.continuous_usage.then(|| self.generation.usage(envelope.cached_details));
-        let choice = |delta: ChatDelta<'static>| ChatChunkChoice {
-            index: 0,
-            delta,
-            logprobs: None,
-            finish_reason: None,
-            stop_reason: None,
-            token_ids: None,
-        };
         if delta.first {
-            let role = choice(ChatDelta { role: Some("assistant"), content: "" });
-            self.chunk(sink, &[ChatChunkChoice { index: delta.index, ..role }], usage, None);
+            let role = ChatChunkChoice {
+                index: delta.index,
+                delta: ChatDelta { role: Some("assistant"), content: "" },
+                logprobs: None,
+                finish_reason: None,
+                stop_reason: None,
+                token_ids: None,
+            };
+            self.chunk(sink, &[role], usage, None);
         }
         let printer = Printer { tokenizer: &self.generation.tokenizer, as_ids: envelope.tokens_as_ids };
         let choice = ChatChunkChoice {

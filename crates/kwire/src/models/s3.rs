@@ -107,7 +107,7 @@ async fn download_all(store: &Arc<dyn ObjectStore>, objects: &[(&ObjectMeta, &St
     let done = futures::stream::iter(work).buffer_unordered(PARALLEL).try_collect::<Vec<()>>().await;
     if let Err(e) = done {
         // Whole files stay for the next attempt, unless the disk is full.
-        if e.to_string().contains("is full") {
+        if e.is::<download::DiskFull>() {
             _ = std::fs::remove_dir_all(&partial);
         }
         return Err(e);

@@ -20,6 +20,18 @@ pub enum FinishReason {
     Error(String),
 }
 
+impl FinishReason {
+    /// What answers and metrics call it.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::Stop { .. } => "stop",
+            Self::Length => "length",
+            Self::Abort => "abort",
+            Self::Error(_) => "error",
+        }
+    }
+}
+
 /// One thing that happened to one request. Sequences are numbered from 0 to `n - 1`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {

@@ -40,6 +40,9 @@ pub struct Inspection {
 }
 
 /// Sends commands to the engine thread. The thread ends when the last handle is dropped and all work is done.
+///
+/// The mailbox has no bound of its own: whoever holds a handle bounds the requests that it accepts, and so the commands
+/// about them.
 #[derive(Clone)]
 pub struct EngineHandle {
     commands: mpsc::Sender<Command>,

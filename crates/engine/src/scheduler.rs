@@ -21,7 +21,7 @@ use crate::sequence::{Residency, Sequence, SequenceId};
 use crate::step::{Step, StepRecord};
 
 /// Tokens that admission leaves room for, for each running sequence.
-pub const RESERVE_TOKENS: usize = 32;
+const RESERVE_TOKENS: usize = 32;
 
 /// Order of service.
 type Key = (i32, SequenceId);
@@ -251,7 +251,7 @@ impl Scheduler {
             }
             match self.try_admit(key, step) {
                 Admission::Admitted => {}
-                Admission::SharesWork => continue,
+                Admission::AwaitsPrefix => continue,
                 Admission::NoRoom => break,
             }
         }
@@ -262,8 +262,8 @@ impl Scheduler {
         let reusable = self.reusable(sequence);
         let hit = self.cache.find_prefix(reusable);
         let n_hit = hit.n_tokens / self.cache.block_len();
-        if self.is_in_work(n_hit, reusable) {
-            return Admission::SharesWork;
+        if self.is_being_computed(n_hit, reusable) {
+            return Admission::AwaitsPrefix;
         }
         if !self.has_room(sequence.len(), &hit) {
             return Admission::NoRoom;
@@ -297,7 +297,7 @@ impl Scheduler {
     }
 
     /// Whether a running sequence is computing the block that comes after the first `n_hit` of `hashes`.
-    fn is_in_work(&self, n_hit: usize, hashes: &[BlockHash]) -> bool {
+    fn is_being_computed(&self, n_hit: usize, hashes: &[BlockHash]) -> bool {
         let computes = |s: &Sequence| s.hashes.get(n_hit) == hashes.get(n_hit) && s.n_stored <= n_hit;
         n_hit < hashes.len() && self.running.iter().any(|(_, id)| computes(&self.sequences[id]))
     }
@@ -356,6 +356,6 @@ impl Scheduler {
 enum Admission {
     Admitted,
     /// A running sequence is computing the next block of this one's prefix.
-    SharesWork,
+    AwaitsPrefix,
     NoRoom,
 }

@@ -1,7 +1,7 @@
 //! One sequence: its tokens, how far they are computed, and the blocks they occupy.
 //!
 //! Three lengths tell where a sequence stands: `n_scheduled ≤ len()`, and `len()` counts `n_in_flight` tokens that are drawn but
-//! not yet known to the host. A sequence whose `todo()` is 1 decodes; one with more prefills.
+//! not yet known to the host. A sequence decodes if just its newest token, a drawn one, is left to compute; else it prefills.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -19,6 +19,11 @@ pub(crate) fn gated(pool: &mut Pool, isa: Isa, act: Activation, gate_up: &[f32],
     });
 }
 
+// [`Activation`] as a constant parameter, so that each has a loop of its own.
+const SILU: u8 = 0;
+const GELU_TANH: u8 = 1;
+const GELU: u8 = 2;
+
 struct Gated<'a> {
     act: Activation,
     gate_up: &'a [f32],
@@ -31,9 +36,9 @@ impl Kernel for Gated<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self) {
         match self.act {
-            Activation::Silu => self.rows::<L, 0>(),
-            Activation::GeluTanh => self.rows::<L, 1>(),
-            Activation::Gelu => self.rows::<L, 2>(),
+            Activation::Silu => self.rows::<L, SILU>(),
+            Activation::GeluTanh => self.rows::<L, GELU_TANH>(),
+            Activation::Gelu => self.rows::<L, GELU>(),
         }
     }
 }
@@ -65,13 +70,14 @@ impl Gated<'_> {
 #[inline(always)]
 fn apply<L: Lanes, const ACT: u8>(x: L) -> L {
     match ACT {
-        0 => logistic_product(x, x),
-        1 => {
+        SILU => logistic_product(x, x),
+        GELU_TANH => {
             // (1 + tanh u) / 2 = logistic(2u), which has no cancellation; u = sqrt(2/pi) (x + 0.044715 x^3).
             let cubic = x.mul(x).fma(L::splat(0.044_715), L::splat(1.0));
             logistic_product(x, x.mul(cubic).mul(L::splat(2.0 * 0.797_884_6)))
         }
-        _ => x.mul(normal_cdf(x)),
+        GELU => x.mul(normal_cdf(x)),
+        _ => unreachable!("there are three activations"),
     }
 }
 

@@ -27,20 +27,11 @@ impl FileMap {
         Ok(Self { map: Some(map) })
     }
 
-    /// Tells the system that the file is read once from front to back. Only a hint.
-    pub fn advise_sequential(&self) {
-        self.advise(Advice::Sequential);
-    }
-
     /// Asks the system to read the file ahead now. Only a hint.
     pub fn advise_willneed(&self) {
-        self.advise(Advice::WillNeed);
-    }
-
-    fn advise(&self, advice: Advice) {
         if let Some(map) = &self.map {
             // A refused hint costs speed, not correctness.
-            let _ = map.advise(advice);
+            let _ = map.advise(Advice::WillNeed);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The `kwire` binary: reads the command line, resolves settings and models, and wires the crates together.
 //!
 //! It holds no logic of serving: the engine, the server and the kernels are crates of their own, and only
-//! [`serve`] knows how they fit. Errors end here, as one message on standard error and a non-zero exit status.
+//! [`launch`] and [`serve`] know how they fit. Errors end here, as one message on standard error and a non-zero exit status.
 
 mod bench;
 mod chat;
@@ -63,8 +63,7 @@ fn serve_command(
     notices: &[String],
     mut faults: Vec<String>,
 ) -> anyhow::Result<ExitCode> {
-    let resolved = config::resolve(args, &ProcessEnv);
-    let resolved = match resolved {
+    let resolved = match config::resolve(args, &ProcessEnv) {
         Ok(resolved) if faults.is_empty() => resolved,
         other => {
             faults.extend(other.err().unwrap_or_default());

@@ -87,10 +87,9 @@ pub async fn start(config: ServeConfig) -> Result<Running> {
         let server = server.clone();
         tokio::spawn(async move { server.serve(listener, async move { stopped.notified().await }).await })
     };
-    let env = ProcessEnv;
-    let model = models::locate(&config.model.source, config.model.download_dir.as_deref(), &env).await?;
+    let path = models::locate(&config.model.source, config.model.download_dir.as_deref(), &ProcessEnv).await?;
     let loaded = tokio::task::spawn_blocking(move || {
-        let opened = Opened::new(&config, &model.path)?;
+        let opened = Opened::new(&config, &path)?;
         tracing::info!("{}", opened.memory());
         opened.load(&config)
     })

@@ -1,13 +1,9 @@
 //! The bounded queue: how many sequences and prompt tokens the server accepts at a time.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use crate::error::Rejection;
-
-/// Locks, also after a panic elsewhere: every critical section of this crate leaves its data whole.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use crate::lock;
 
 /// Seconds after which a refused client may try again: the time in which the `waiting` requests before it and one more
 /// are answered, if `completed` were in the last `over_s` seconds; at least 1, at most 60.

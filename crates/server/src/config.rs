@@ -14,7 +14,7 @@ pub struct ServerConfig {
     pub admission: AdmissionConfig,
     /// What requests may ask for.
     pub requests: RequestPolicy,
-    /// When the server counts as ill.
+    /// When the server counts as unhealthy.
     pub health: HealthConfig,
     /// How it ends.
     pub shutdown: ShutdownConfig,
@@ -113,7 +113,7 @@ impl Default for RequestPolicy {
     }
 }
 
-/// When the server counts as ill.
+/// When the server counts as unhealthy.
 #[derive(Debug, Clone)]
 pub struct HealthConfig {
     /// Seconds without a step while work is pending.

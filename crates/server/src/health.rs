@@ -1,4 +1,4 @@
-//! Whether the server is well: `/health` tells the truth.
+//! Whether the engine does its work: what `/health` says.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ const PONG_VALID_S: f64 = 1.0;
 
 /// What is wrong.
 #[derive(Debug, Clone, Copy, PartialEq, thiserror::Error)]
-pub enum Illness {
+pub enum Unhealthy {
     /// The model is not there yet.
     #[error("the model is still loading")]
     Loading,
@@ -24,19 +24,19 @@ pub enum Illness {
     /// Work is pending and no step was done.
     #[error("the engine has not finished a step for {0:.0} s while requests are pending")]
     Stuck(f64),
-    /// Idle, but deaf.
+    /// Idle, and a ping is not answered.
     #[error("the engine does not answer")]
-    Deaf,
+    Unresponsive,
 }
 
 /// Checks the engine: by its last step if work is pending, by a ping if it is idle.
-pub async fn check(link: &Link, ambient: &Ambient, config: &HealthConfig) -> Result<(), Illness> {
+pub async fn check(link: &Link, ambient: &Ambient, config: &HealthConfig) -> Result<(), Unhealthy> {
     if link.stopped() {
-        return Err(Illness::Stopped);
+        return Err(Unhealthy::Stopped);
     }
-    let silent = ambient.now() - link.last_sign();
+    let silent = ambient.now() - link.last_alive();
     if link.busy() {
-        return if silent > config.stuck_after_s { Err(Illness::Stuck(silent)) } else { Ok(()) };
+        return if silent > config.stuck_after_s { Err(Unhealthy::Stuck(silent)) } else { Ok(()) };
     }
     if (0.0..PONG_VALID_S).contains(&silent) {
         return Ok(());
@@ -47,13 +47,13 @@ pub async fn check(link: &Link, ambient: &Ambient, config: &HealthConfig) -> Res
     })));
     match tokio::time::timeout(Duration::from_secs_f64(config.ping_timeout_s), answer).await {
         Ok(Ok(())) => {
-            link.sign(ambient.now());
+            link.note_alive(ambient.now());
             Ok(())
         }
         // The sender was dropped unanswered: the thread is gone.
-        Ok(Err(_)) => Err(Illness::Stopped),
+        Ok(Err(_)) => Err(Unhealthy::Stopped),
         // A request may have come in meanwhile, whose first step takes long.
         Err(_) if link.busy() => Ok(()),
-        Err(_) => Err(Illness::Deaf),
+        Err(_) => Err(Unhealthy::Unresponsive),
     }
 }

@@ -28,3 +28,8 @@ pub use error::ServiceError;
 pub use link::{ReportReceiver, report_channel};
 pub use model::{Capacity, ModelContext};
 pub use server::Server;
+
+/// Locks, also after a panic elsewhere: every critical section of this crate leaves its data whole.
+fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

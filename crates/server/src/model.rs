@@ -42,6 +42,13 @@ pub struct Capacity {
     pub cache_labels: Vec<(String, String)>,
 }
 
+impl Capacity {
+    /// Tokens that the cache holds.
+    pub fn kv_tokens(&self) -> usize {
+        self.n_blocks * self.block_size
+    }
+}
+
 impl ModelContext {
     /// `GET /v1/models`; `created` is when the server started.
     pub fn list(&self, created: u64) -> ModelList {

@@ -17,12 +17,12 @@ use kwire_protocol::openai::FieldError;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use crate::admission::lock;
 use crate::ambient::Ambient;
 use crate::config::{ServerConfig, UnknownFields};
 use crate::error::ServiceError;
-use crate::health::{self, Illness};
+use crate::health::{self, Unhealthy};
 use crate::link::{Link, ReportReceiver, demux};
+use crate::lock;
 use crate::metrics::Metrics;
 use crate::model::ModelContext;
 use crate::service::{Live, Service};
@@ -80,9 +80,8 @@ impl Server {
         let epoch = inner.ambient.random() >> 11;
         let link = Link::new(engine, metrics.clone(), epoch, inner.ambient.now());
         tokio::spawn(demux(Arc::clone(&link), reports));
-        let config = &inner.config;
-        let how = (config.requests.clone(), &config.admission, inner.ambient.clone());
-        let service = Arc::new(Service::new(model, link, metrics, how, inner.pool.clone()));
+        let (ambient, pool) = (inner.ambient.clone(), inner.pool.clone());
+        let service = Arc::new(Service::new(model, link, metrics, &inner.config, ambient, pool));
         let mut phase = inner.phase.write().unwrap_or_else(PoisonError::into_inner);
         assert!(phase.service.is_none(), "the model is set once");
         phase.service = Some(service);
@@ -193,9 +192,9 @@ impl Inner {
     }
 
     /// Whether the process does what it should.
-    pub async fn health(&self) -> Result<(), Illness> {
+    pub async fn health(&self) -> Result<(), Unhealthy> {
         let (_, service) = self.phase();
-        let service = service.ok_or(Illness::Loading)?;
+        let service = service.ok_or(Unhealthy::Loading)?;
         health::check(&service.link, &self.ambient, &self.config.health).await
     }
 
@@ -231,7 +230,7 @@ impl Inner {
             in_flight,
             max_in_flight: service.admission.max_requests() as u64,
             kv_usage: stats.kv_usage,
-            kv_capacity_tokens: (capacity.n_blocks * capacity.block_size) as u64,
+            kv_capacity_tokens: capacity.kv_tokens() as u64,
             block_size: capacity.block_size as u64,
             max_num_seqs: capacity.max_num_seqs as u64,
             prompt_tokens: stats.prompt_tokens,

@@ -70,11 +70,12 @@ impl CacheManager {
 
     /// Whether a sequence of `n_tokens` that takes over `hit` fits beside `reserved` blocks per group.
     pub fn fits(&self, n_tokens: usize, max_step: usize, hit: &PrefixHit, reserved: &[usize]) -> bool {
-        self.groups.iter().enumerate().all(|(g, group)| {
-            let pool = group.pool.lock();
+        (0..self.groups.len()).all(|g| {
+            let pool = self.groups[g].pool.lock();
             let held = hit.blocks[g].iter().filter(|&&b| b != BlockTable::NO_BLOCK);
-            let (n_held, n_revived) = held.fold((0, 0), |(n, free), &b| (n + 1, free + usize::from(pool.refs(b) == 0)));
-            let missing = group.shape.blocks_for(n_tokens, max_step).saturating_sub(n_held);
+            // Blocks of the prefix that nobody holds count as free until they are taken.
+            let n_revived = held.clone().filter(|&&b| pool.refs(b) == 0).count();
+            let missing = self.blocks_missing(g, n_tokens, max_step, held.count());
             missing + n_revived + reserved[g] <= pool.n_free()
         })
     }

@@ -11,6 +11,7 @@ use kwire_kernels::{BlockCopy, KernelError, SampleParams, Sampled, TokenLogprobs
 
 use super::{Executor, ExecutorInfo};
 use crate::batch::{Batch, Masks, RowTokens, SampleKind, StepId, StepOutput};
+use crate::cache::groups::KvGroup;
 
 /// What a slot remembers.
 #[derive(Debug, Clone, Default)]
@@ -24,7 +25,7 @@ struct SlotState {
 /// Content of one cache entry: the token and its position.
 type Entry = Option<(u32, usize)>;
 
-/// See the module's documentation.
+/// An executor that computes no logits, and checks what it is told to read and write.
 pub struct SimExecutor {
     info: ExecutorInfo,
     slots: Vec<SlotState>,
@@ -39,7 +40,7 @@ pub struct SimExecutor {
 impl SimExecutor {
     /// An executor for `n_slots` sequences.
     pub fn new(info: ExecutorInfo, n_slots: usize) -> Self {
-        let entries = |(g, &n): (&crate::cache::groups::KvGroup, &usize)| vec![vec![None; g.layout.block_len]; n];
+        let entries = |(g, &n): (&KvGroup, &usize)| vec![vec![None; g.layout.block_len]; n];
         let cache = info.groups.iter().zip(&info.n_blocks).map(entries).collect();
         let slot = SlotState { tables: vec![Vec::new(); info.groups.len()], ..SlotState::default() };
         Self {

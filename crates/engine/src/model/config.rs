@@ -93,14 +93,26 @@ impl Fields {
 
     /// An error about a key of this object.
     pub(crate) fn wrong(&self, key: &str, expected: impl Into<String>) -> ModelError {
-        let found = self.map.get(key).map_or_else(|| "missing".to_owned(), |v| clip(&v.to_string()));
-        ModelError::Key { path: self.path.clone(), key: self.name(key), found, expected: expected.into() }
+        ModelError::Key {
+            path: self.path.clone(),
+            key: self.name(key),
+            found: self.found(key),
+            expected: expected.into(),
+        }
     }
 
     /// A refusal of a key of this object.
     pub(crate) fn unsupported(&self, key: &str, next: impl Into<String>) -> ModelError {
-        let found = self.map.get(key).map_or_else(|| "missing".to_owned(), |v| clip(&v.to_string()));
-        ModelError::Unsupported { path: self.path.clone(), key: self.name(key), found, next: next.into() }
+        ModelError::Unsupported {
+            path: self.path.clone(),
+            key: self.name(key),
+            found: self.found(key),
+            next: next.into(),
+        }
+    }
+
+    fn found(&self, key: &str) -> String {
+        self.map.get(key).map_or_else(|| "missing".to_owned(), |v| clip(&v.to_string()))
     }
 
     fn name(&self, key: &str) -> String {

@@ -11,7 +11,7 @@ use serde_json::{Map, Number, Value};
 use super::{
     checkpoint::{Meta, MetaValue, TensorInfo},
     config::{Fields, HfConfig, ModelError},
-    rope::{self, Scaling},
+    rope::{self, MAX_CONTEXT, Scaling},
     spec::{AttentionSpec, DecoderSpec, LayerRole, LayerSpec, MlpSpec, WeightNames},
 };
 
@@ -22,7 +22,6 @@ pub(crate) const ROPE_FACTORS: &str = "rope_freqs.weight";
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_VOCAB: usize = 1 << 24;
 const MAX_LAYERS: usize = 4096;
-const MAX_CONTEXT: usize = 1 << 31;
 
 type HfFamily = fn(&Fields) -> Result<DecoderSpec, ModelError>;
 type GgufFamily = fn(&GgufConfig<'_>) -> Result<DecoderSpec, ModelError>;
@@ -40,9 +39,7 @@ const GGUF_FAMILIES: [(&str, GgufFamily); 3] = [("llama", gguf_llama), ("qwen2",
 
 /// Llama 1 to 3 and everything published in its shape (TinyLlama, SmolLM2, ...).
 fn llama(c: &Fields) -> Result<DecoderSpec, ModelError> {
-    let heads = c.count("num_attention_heads", MAX_WIDTH)?;
-    let kv_heads = c.opt_count("num_key_value_heads", MAX_WIDTH)?.unwrap_or(heads);
-    let mut spec = dense(c, heads, kv_heads, None)?;
+    let mut spec = dense(c, c.opt_count("num_key_value_heads", MAX_WIDTH)?, None)?;
     let (bias, mlp_bias) = (c.flag("attention_bias")?, c.flag("mlp_bias")?);
     for layer in &mut spec.layers {
         layer.attention.qkv_bias = bias;
@@ -54,8 +51,7 @@ fn llama(c: &Fields) -> Result<DecoderSpec, ModelError> {
 
 /// Mistral: every layer sees a sliding window, where there is one.
 fn mistral(c: &Fields) -> Result<DecoderSpec, ModelError> {
-    let heads = c.count("num_attention_heads", MAX_WIDTH)?;
-    let mut spec = dense(c, heads, c.count("num_key_value_heads", MAX_WIDTH)?, None)?;
+    let mut spec = dense(c, Some(c.count("num_key_value_heads", MAX_WIDTH)?), None)?;
     let window = c.opt_count("sliding_window", MAX_CONTEXT)?;
     spec.layers.iter_mut().for_each(|layer| layer.attention.op.window = window);
     Ok(spec)
@@ -63,8 +59,7 @@ fn mistral(c: &Fields) -> Result<DecoderSpec, ModelError> {
 
 /// Qwen 2 and 2.5: biases on q, k and v; windows on the upper layers, if switched on.
 fn qwen2(c: &Fields) -> Result<DecoderSpec, ModelError> {
-    let heads = c.count("num_attention_heads", MAX_WIDTH)?;
-    let mut spec = dense(c, heads, c.count("num_key_value_heads", MAX_WIDTH)?, None)?;
+    let mut spec = dense(c, Some(c.count("num_key_value_heads", MAX_WIDTH)?), None)?;
     spec.layers.iter_mut().for_each(|layer| layer.attention.qkv_bias = true);
     upper_windows(c, &mut spec)?;
     Ok(spec)
@@ -72,8 +67,7 @@ fn qwen2(c: &Fields) -> Result<DecoderSpec, ModelError> {
 
 /// Qwen 3: a norm on each head of q and k, heads of their own size.
 fn qwen3(c: &Fields) -> Result<DecoderSpec, ModelError> {
-    let heads = c.count("num_attention_heads", MAX_WIDTH)?;
-    let mut spec = dense(c, heads, c.count("num_key_value_heads", MAX_WIDTH)?, Some(128))?;
+    let mut spec = dense(c, Some(c.count("num_key_value_heads", MAX_WIDTH)?), Some(128))?;
     let bias = c.flag("attention_bias")?;
     for layer in &mut spec.layers {
         layer.attention.qk_norm_eps = Some(layer.norm_eps);
@@ -118,9 +112,12 @@ pub(crate) fn from_hf(config: &HfConfig) -> Result<(DecoderSpec, WeightNames), M
     Ok((spec, names))
 }
 
-/// The pre-norm decoder that all families share: RMS norms, grouped-query attention, rotation, gated MLP.
-fn dense(c: &Fields, heads: usize, kv_heads: usize, head_dim: Option<usize>) -> Result<DecoderSpec, ModelError> {
+/// The pre-norm decoder that all families share: RMS norms, grouped-query attention, rotation, gated MLP. Without
+/// `kv_heads` each head has keys and values of its own; `head_dim` is what a config that has none means, if not
+/// `hidden_size` shared out among the heads.
+fn dense(c: &Fields, kv_heads: Option<usize>, head_dim: Option<usize>) -> Result<DecoderSpec, ModelError> {
     let hidden = c.count("hidden_size", MAX_WIDTH)?;
+    let heads = c.count("num_attention_heads", MAX_WIDTH)?;
     let head_dim = match c.opt_count("head_dim", MAX_WIDTH)?.or(head_dim) {
         Some(n) => n,
         None if hidden % heads == 0 => hidden / heads,
@@ -138,7 +135,7 @@ fn dense(c: &Fields, heads: usize, kv_heads: usize, head_dim: Option<usize>) -> 
         hidden,
         n_layers: c.count("num_hidden_layers", MAX_LAYERS)?,
         heads,
-        kv_heads,
+        kv_heads: kv_heads.unwrap_or(heads),
         head_dim,
         width: c.count("intermediate_size", MAX_WIDTH)?,
         activation,
@@ -475,14 +472,9 @@ const HARMLESS: &[&str] = &[
     "use_flash_attn",
 ];
 
-/// Keys of a GGUF file, without `<arch>.`, that never change a forward pass.
-const GGUF_HARMLESS: &[&str] = &[
-    "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",
-    "rope.scaling.factor",
-    "tensor_data_layout",
-    "vocab_size",
-];
+/// Keys of a GGUF file, without `<arch>.`, that never change a forward pass, or only one whose type of scaling reads them.
+const GGUF_HARMLESS: &[&str] =
+    &["rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout", "vocab_size"];
 
 #[cfg(test)]
 mod tests;

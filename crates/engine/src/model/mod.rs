@@ -3,7 +3,7 @@
 pub mod checkpoint;
 pub mod config;
 pub mod decoder;
-pub mod families;
-pub mod rope;
+mod families;
+mod rope;
 pub mod spec;
 pub mod weights;

@@ -7,10 +7,11 @@ use kwire_kernels::{Rope, RopePairing};
 
 use super::config::{Fields, ModelError};
 
-const MAX_CONTEXT: usize = 1 << 31;
+/// Positions that a config may name at most; no real model comes near.
+pub(crate) const MAX_CONTEXT: usize = 1 << 31;
 
 /// Unscaled frequencies of `dim` rotating elements.
-pub(crate) fn inv_freq(theta: f64, dim: usize) -> Vec<f32> {
+fn inv_freq(theta: f64, dim: usize) -> Vec<f32> {
     powers(theta, dim).map(|p| 1.0 / p).collect()
 }
 
@@ -45,8 +46,8 @@ pub(crate) struct Yarn {
     pub attention_factor: f64,
 }
 
-/// YaRN's factor on cos and sin for a stretch.
-pub(crate) fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
+/// YaRN's factor on cos and sin for positions stretched by `factor`, as the config's `mscale` weighs it.
+fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
 

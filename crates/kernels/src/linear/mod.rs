@@ -7,8 +7,7 @@
 //!
 //! Invariant: an output row depends on its input row alone. It has the same bits whatever the number of rows, the place in the
 //! batch and the number of workers, since float operations have one order for all tile sizes (see [`kernel`]), and a row's
-//! outliers are chosen and added for that row alone. Instruction
-//! sets may differ in the last bits.
+//! outliers are chosen and added for that row alone. Instruction sets may differ in the last bits.
 
 mod activations;
 #[cfg(target_arch = "x86_64")]

@@ -111,7 +111,7 @@ pub struct BenchArgs {
 
 /// One run against one server.
 #[derive(Clone)]
-pub(crate) struct Plan {
+struct Plan {
     target: Arc<Target>,
     corpus: Arc<Corpus>,
     label: String,
@@ -132,9 +132,9 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode> {
         (Some(name), _) if !suite::NAMES.contains(&name.as_str()) => {
             bail!("no suite is called {name:?}; there is: {}", suite::NAMES.join(", "))
         }
-        (Some(_), plans) => suite::run(plans, args.only.as_deref(), args.rounds, args.seed).await?,
+        (Some(_), plans) => suite::run(plans, args.only.as_deref(), args.rounds, args.seed).await,
         (None, [plan]) => {
-            let report = measure(plan).await?;
+            let report = measure(plan).await;
             if args.json.as_deref() != Some("-") {
                 print!("{report}");
             }
@@ -214,20 +214,20 @@ async fn plan(args: &BenchArgs, url: &str) -> Result<Plan> {
 }
 
 /// Warms up, then measures.
-pub(crate) async fn measure(plan: &Plan) -> Result<Report> {
+async fn measure(plan: &Plan) -> Report {
     let Plan { target, corpus, shape, .. } = plan;
     if plan.warmup > 0 {
         let prefix_salt = if plan.warm_prefix { "run" } else { "warm" };
         let warm = Prompts::new(corpus, shape, "warm", prefix_salt);
-        load::closed_loop(target, warm, plan.warmup, plan.concurrency).await?;
+        load::closed_loop(target, warm, plan.warmup, plan.concurrency).await;
     }
     let prompts = Prompts::new(corpus, shape, "run", "run");
-    let (outcomes, seconds) = load::closed_loop(target, prompts, plan.requests, plan.concurrency).await?;
+    let (outcomes, seconds) = load::closed_loop(target, prompts, plan.requests, plan.concurrency).await;
     let context = Context {
         label: &plan.label,
         model: &target.model,
         concurrency: plan.concurrency,
         chars_per_token: corpus.chars_per_token,
     };
-    Ok(Report::new(&context, &outcomes, seconds))
+    Report::new(&context, &outcomes, seconds)
 }

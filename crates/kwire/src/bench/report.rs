@@ -155,7 +155,7 @@ fn rounded(value: f64, digits: i32) -> f64 {
 }
 
 /// Percentiles of seconds, in milliseconds; `None` without values.
-pub fn percentiles(mut values: Vec<f64>) -> Option<Percentiles> {
+fn percentiles(mut values: Vec<f64>) -> Option<Percentiles> {
     values.sort_by(f64::total_cmp);
     let last = values.len().checked_sub(1)?;
     let at = |q: f64| {

@@ -5,8 +5,6 @@
 use std::fmt::Write;
 use std::sync::Arc;
 
-use anyhow::Result;
-
 use super::load::Shape;
 use super::report::{Percentiles, Report};
 use super::{Plan, measure};
@@ -81,7 +79,7 @@ const CPU: &[Workload] = &[
 pub const NAMES: &[&str] = &["cpu"];
 
 /// Runs the suite `rounds` times; the table's ratios compare each server with the first.
-pub async fn run(plans: &[Plan], only: Option<&str>, rounds: usize, seed: u64) -> Result<Vec<Report>> {
+pub(super) async fn run(plans: &[Plan], only: Option<&str>, rounds: usize, seed: u64) -> Vec<Report> {
     let mut reports = Vec::new();
     for (index, w) in CPU.iter().enumerate().filter(|(_, w)| only.is_none_or(|o| o.contains(w.name))) {
         let mut rows = Vec::new();
@@ -106,7 +104,7 @@ pub async fn run(plans: &[Plan], only: Option<&str>, rounds: usize, seed: u64) -
                     warm_prefix: false,
                     ..plan.clone()
                 };
-                let report = measure(&plan).await?;
+                let report = measure(&plan).await;
                 eprint!("{report}");
                 rows.push(report);
             }
@@ -114,7 +112,7 @@ pub async fn run(plans: &[Plan], only: Option<&str>, rounds: usize, seed: u64) -
         println!("{}", table(w, &rows, plans.len()));
         reports.extend(rows);
     }
-    Ok(reports)
+    reports
 }
 
 /// A Markdown table of one workload. `rows` hold the servers in turn.

@@ -2,7 +2,8 @@
 //!
 //! [`resolve`] turns the raw [`ServeArgs`] and the environment into a [`ServeConfig`], or into every fault at once.
 //! A `ServeConfig` proves that its values are of the right kind and agree with each other; whether they fit the
-//! model and this machine is for the loader. This folder is the only reader of the environment in this crate.
+//! model and this machine is for the loader. This folder is the only reader of the environment in this crate, but for
+//! the `AWS_` variables, which the S3 client reads itself.
 
 pub mod environment;
 pub mod memory;

@@ -21,8 +21,8 @@ pub async fn pull(args: &PullArgs) -> Result<()> {
     if let ModelRef::Local(path) = &source {
         bail!("{} is on this machine already", path.display());
     }
-    let model = super::locate(&source, args.download_dir.as_deref(), &ProcessEnv).await?;
-    println!("{}", model.path.display());
+    let path = super::locate(&source, args.download_dir.as_deref(), &ProcessEnv).await?;
+    println!("{}", path.display());
     Ok(())
 }
 

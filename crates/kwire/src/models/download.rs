@@ -189,12 +189,17 @@ pub fn write_failed(e: std::io::Error, path: &Path) -> anyhow::Error {
         return anyhow::Error::new(e).context(cannot_be("written", path));
     }
     _ = std::fs::remove_file(path);
-    anyhow!(
-        "the disk of {} is full. The partial download was removed; free some space, or keep models elsewhere with \
-         --download-dir, HF_HOME or KWIRE_HOME",
-        path.display()
-    )
+    DiskFull(path.to_owned()).into()
 }
+
+/// A download that did not fit.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the disk of {} is full. The partial download was removed; free some space, or keep models elsewhere with \
+     --download-dir, HF_HOME or KWIRE_HOME",
+    .0.display()
+)]
+pub struct DiskFull(PathBuf);
 
 /// Lower-case hexadecimal.
 pub fn hex(bytes: &[u8]) -> String {

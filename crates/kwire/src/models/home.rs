@@ -30,8 +30,7 @@ pub fn hf_home(env: &impl Lookup) -> Result<PathBuf> {
     if let Some(home) = env.path("HF_HOME") {
         return Ok(home);
     }
-    let cache = env.path("XDG_CACHE_HOME").or_else(|| Some(env.path("HOME")?.join(".cache")));
-    Ok(cache.context(NO_HOME)?.join("huggingface"))
+    Ok(xdg_cache(env)?.join("huggingface"))
 }
 
 const NO_HOME: &str = "no cache folder is known: set HOME, or KWIRE_HOME (and HF_HOME for models of the hub)";
@@ -40,6 +39,10 @@ fn user_cache(env: &impl Lookup) -> Result<PathBuf> {
     if cfg!(target_os = "macos") {
         return Ok(env.path("HOME").context(NO_HOME)?.join("Library/Caches"));
     }
+    xdg_cache(env)
+}
+
+fn xdg_cache(env: &impl Lookup) -> Result<PathBuf> {
     let cache = env.path("XDG_CACHE_HOME").or_else(|| Some(env.path("HOME")?.join(".cache")));
     cache.context(NO_HOME)
 }

@@ -21,28 +21,21 @@ use anyhow::{Context, Result, bail};
 
 use crate::config::environment::Lookup;
 
-/// Where a model was found: a .gguf file, or a folder with config.json and safetensors.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LocalModel {
-    /// What a checkpoint loader opens.
-    pub path: PathBuf,
-}
-
-/// Finds the model, downloading it first where that is needed.
-pub async fn locate(source: &ModelRef, download_dir: Option<&Path>, env: &impl Lookup) -> Result<LocalModel> {
-    let path = match source {
-        ModelRef::Local(path) => local(path)?,
-        ModelRef::Alias => alias::locate(&home::home(env)?)?,
-        ModelRef::Hub(hub) => hub::Hub::new(env, download_dir)?.locate(hub).await?,
+/// Finds the model, downloading it first where that is needed: a .gguf file, or a folder with config.json and
+/// safetensors.
+pub async fn locate(source: &ModelRef, download_dir: Option<&Path>, env: &impl Lookup) -> Result<PathBuf> {
+    match source {
+        ModelRef::Local(path) => local(path),
+        ModelRef::Alias => alias::locate(&home::home(env)?),
+        ModelRef::Hub(hub) => hub::Hub::new(env, download_dir)?.locate(hub).await,
         #[cfg(feature = "s3")]
         ModelRef::S3 { bucket, prefix } => {
             let home = download_dir.map_or_else(|| home::home(env), |d| Ok(d.to_owned()))?;
-            s3::locate(bucket, prefix, &home, env).await?
+            s3::locate(bucket, prefix, &home, env).await
         }
         #[cfg(not(feature = "s3"))]
-        ModelRef::S3 { .. } => anyhow::bail!("this kwire was built without the feature `s3`"),
-    };
-    Ok(LocalModel { path })
+        ModelRef::S3 { .. } => bail!("this kwire was built without the feature `s3`"),
+    }
 }
 
 /// The model as far as it is on this machine, without a request to anyone; `None`: it isn't, or not all of it.

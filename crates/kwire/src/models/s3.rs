@@ -17,7 +17,7 @@ use object_store::{ObjectMeta, ObjectStore, ObjectStoreExt, RetryConfig};
 use sha2::{Digest, Sha256};
 
 use super::download::{self, hex};
-use super::select::{Selection, select};
+use super::select::select;
 use crate::config::environment::Lookup;
 
 /// Objects downloaded at the same time.
@@ -47,7 +47,7 @@ pub async fn locate(bucket: &str, prefix: &str, home: &Path, env: &impl Lookup) 
             download_all(&store, &wanted, &version).await?;
         }
     }
-    Ok(opened(&version, &selection))
+    Ok(selection.path_in(&version))
 }
 
 /// The newest version that is on this machine.
@@ -56,7 +56,7 @@ pub fn find(bucket: &str, prefix: &str, home: &Path) -> Option<PathBuf> {
 }
 
 /// Where the versions of a model are kept.
-pub fn folder(home: &Path, bucket: &str, prefix: &str) -> PathBuf {
+fn folder(home: &Path, bucket: &str, prefix: &str) -> PathBuf {
     let prefix = if prefix.is_empty() { "-".to_owned() } else { prefix.replace('/', "--") };
     home.join("models").join("s3").join(bucket).join(prefix)
 }
@@ -107,7 +107,7 @@ async fn download_all(store: &Arc<dyn ObjectStore>, objects: &[(&ObjectMeta, &St
     let done = futures::stream::iter(work).buffer_unordered(PARALLEL).try_collect::<Vec<()>>().await;
     if let Err(e) = done {
         // Whole files stay for the next attempt, unless the disk is full.
-        if e.to_string().contains("is full") {
+        if e.is::<download::DiskFull>() {
             _ = std::fs::remove_dir_all(&partial);
         }
         return Err(e);
@@ -155,11 +155,7 @@ fn cached(folder: &Path) -> Option<PathBuf> {
     let newest = whole.max_by_key(|p| p.metadata().and_then(|m| m.modified()).ok())?;
     let names: Vec<String> =
         std::fs::read_dir(&newest).ok()?.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();
-    Some(opened(&newest, &select(&names, None).ok()?))
-}
-
-fn opened(folder: &Path, selection: &Selection) -> PathBuf {
-    selection.gguf.as_ref().map_or_else(|| folder.to_owned(), |name| folder.join(name))
+    Some(select(&names, None).ok()?.path_in(&newest))
 }
 
 fn unreachable(shown: &str, e: &object_store::Error) -> anyhow::Error {

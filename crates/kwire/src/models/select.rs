@@ -1,5 +1,7 @@
 //! Which files of a repository or bucket make up a model. Pure: names in, names out.
 
+use std::path::{Path, PathBuf};
+
 /// Files of a model folder that are wanted beside the weights.
 const PARTS: &[&str] = &[
     "config.json",
@@ -25,6 +27,13 @@ pub struct Selection {
     pub files: Vec<String>,
     /// The one .gguf file to open; `None`: the folder.
     pub gguf: Option<String>,
+}
+
+impl Selection {
+    /// What to open, once the files are in `folder`.
+    pub fn path_in(&self, folder: &Path) -> PathBuf {
+        self.gguf.as_ref().map_or_else(|| folder.to_owned(), |name| folder.join(name))
+    }
 }
 
 /// Chooses among `names`. `wanted` is a file's name or part of a .gguf file's name, such as `Q4_K_M`.

@@ -32,3 +32,13 @@ pub struct Answer<'a, C> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kwire: Option<&'a ChunkReport>,
 }
+
+/// Why a text ended, beyond `finish_reason`: the stop string, or a stop token of the request.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum StopReason {
+    /// A stop string.
+    Text(String),
+    /// A token of `stop_token_ids`.
+    Token(u32),
+}

@@ -4,7 +4,8 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::FieldError;
-use super::common::{self, Common};
+use super::answer::StopReason;
+use super::common::Common;
 use super::fields::Endpoint;
 use super::logprobs::ChatLogprobs;
 use super::reader::{self, Fields};
@@ -48,13 +49,13 @@ impl ChatRequest {
     pub fn parse(body: &Value, max_logprobs: u32) -> Result<Self, FieldError> {
         let fields = Fields::root(body)?;
         let common = Common::parse(&fields, Endpoint::Chat, max_logprobs)?;
-        let newer = common::max_tokens(&fields, "max_completion_tokens", 1)?;
-        let older = common::max_tokens(&fields, "max_tokens", 1)?;
-        let prompt = ChatPrompt::parse(&fields, true)?;
+        let newer = fields.u32_from("max_completion_tokens", 1)?;
+        let older = fields.u32_from("max_tokens", 1)?;
+        let prompt = ChatPrompt::parse(&fields)?;
         tool_choice(&fields, &prompt)?;
         Ok(Self {
             logprobs: logprobs(&fields, max_logprobs)?,
-            max_tokens: newer.or(older),
+            max_tokens: newer.or(older).map(|n| n as usize),
             max_tokens_field: if newer.is_some() { "max_completion_tokens" } else { "max_tokens" },
             prompt,
             common,
@@ -63,8 +64,8 @@ impl ChatRequest {
 }
 
 impl ChatPrompt {
-    /// Reads the fields that make the prompt.
-    pub fn parse(fields: &Fields<'_>, generation_prompt: bool) -> Result<Self, FieldError> {
+    /// Reads the fields that make the prompt. By default it ends where the assistant's turn begins.
+    pub fn parse(fields: &Fields<'_>) -> Result<Self, FieldError> {
         let continue_final_message = fields.bool("continue_final_message")?.unwrap_or(false);
         let add = fields.bool("add_generation_prompt")?;
         if continue_final_message && add == Some(true) {
@@ -83,7 +84,7 @@ impl ChatPrompt {
             messages: messages(fields)?,
             tools: owned(fields.list("tools")?),
             documents: owned(fields.list("documents")?),
-            add_generation_prompt: !continue_final_message && add.unwrap_or(generation_prompt),
+            add_generation_prompt: !continue_final_message && add.unwrap_or(true),
             continue_final_message,
             chat_template: fields.str("chat_template")?.map(str::to_owned),
             template_kwargs,
@@ -160,16 +161,6 @@ fn logprobs(fields: &Fields<'_>, max_logprobs: u32) -> Result<Option<u32>, Field
         return Err(FieldError::new("top_logprobs", "`top_logprobs` needs `logprobs: true`."));
     }
     Ok(on.then(|| top.unwrap_or(0)))
-}
-
-/// Why a text ended, beyond `finish_reason`: the stop string, or a stop token of the request.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
-pub enum StopReason {
-    /// A stop string.
-    Text(String),
-    /// A token of `stop_token_ids`.
-    Token(u32),
 }
 
 /// One answer.

@@ -6,17 +6,17 @@ use serde_json::Value;
 
 use super::FieldError;
 use super::fields::{self, Endpoint};
-use super::reader::{Fields, integer_at};
+use super::reader::Fields;
 use crate::resume::{Internal, MAX_PREFIXES};
 
 /// Sequences per prompt at most.
-pub const MAX_N: u32 = 128;
+const MAX_N: i64 = 128;
 /// Stop strings at most.
-pub const MAX_STOP_STRINGS: usize = 64;
+const MAX_STOP_STRINGS: usize = 64;
 /// Bytes of one stop string at most.
-pub const MAX_STOP_BYTES: usize = 4096;
+const MAX_STOP_BYTES: usize = 4096;
 /// Stop token ids at most.
-pub const MAX_STOP_TOKENS: usize = 1024;
+const MAX_STOP_TOKENS: usize = 1024;
 
 /// How tokens are drawn. What the request leaves open comes from the model's generation config.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -99,7 +99,7 @@ impl Common {
             stream,
             include_usage,
             continuous_usage,
-            n: fields.integer("n", 1..=i64::from(MAX_N))?.unwrap_or(1) as u32,
+            n: fields.integer("n", 1..=MAX_N)?.unwrap_or(1) as u32,
             sampling: sampling(fields)?,
             stop: stop_strings(fields)?,
             stop_token_ids: stop_tokens(fields)?,
@@ -145,7 +145,6 @@ fn sampling(fields: &Fields<'_>) -> Result<Sampling, FieldError> {
         top_p,
         top_k: fields.integer("top_k", -1..=i64::from(i32::MAX))?.map(|k| k.max(0) as u32),
         min_p: fields.float("min_p", 0.0..=1.0)?,
-        // vLLM: -1 means "no seed".
         seed: seed(fields)?,
         presence_penalty: fields.float("presence_penalty", -2.0..=2.0)?,
         frequency_penalty: fields.float("frequency_penalty", -2.0..=2.0)?,
@@ -154,6 +153,7 @@ fn sampling(fields: &Fields<'_>) -> Result<Sampling, FieldError> {
     })
 }
 
+/// Any 64 bits, signed or not; -1 means "no seed", as in vLLM.
 fn seed(fields: &Fields<'_>) -> Result<Option<u64>, FieldError> {
     if let Some(seed) = fields.value("seed").and_then(Value::as_u64) {
         return Ok(Some(seed));
@@ -258,10 +258,4 @@ fn internal(fields: &Fields<'_>) -> Result<Internal, FieldError> {
         return Err(FieldError::new("kwire.prefixes", message));
     }
     Ok(internal)
-}
-
-/// `max_tokens` or its like: at least `low`.
-pub fn max_tokens(fields: &Fields<'_>, name: &str, low: i64) -> Result<Option<usize>, FieldError> {
-    let value = fields.value(name).map(|v| integer_at(v, name, low..=i64::from(u32::MAX))).transpose()?;
-    Ok(value.map(|n| n as usize))
 }

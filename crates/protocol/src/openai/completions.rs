@@ -4,7 +4,8 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::FieldError;
-use super::common::{self, Common};
+use super::answer::StopReason;
+use super::common::Common;
 use super::fields::Endpoint;
 use super::logprobs::{CompletionLogprobs, PromptLogprobs};
 use super::reader::{self, Fields};
@@ -41,7 +42,7 @@ impl CompletionRequest {
         let echo = fields.bool("echo")?.unwrap_or(false);
         let max_tokens = match fields.map().get("max_tokens") {
             None => None,
-            Some(_) => Some(common::max_tokens(&fields, "max_tokens", i64::from(!echo))?),
+            Some(_) => Some(fields.u32_from("max_tokens", u32::from(!echo))?.map(|n| n as usize)),
         };
         let logprobs = fields.integer("logprobs", 0..=i64::from(max_logprobs))?.map(|k| k as u32);
         Ok(Self { prompts: prompts(&fields)?, common, max_tokens, echo, logprobs })
@@ -85,7 +86,7 @@ pub struct CompletionChoice<'a> {
     /// `stop`, `length`, `abort`.
     pub finish_reason: Option<&'static str>,
     /// The stop string or token, unless it was the model's own.
-    pub stop_reason: Option<&'a super::chat::StopReason>,
+    pub stop_reason: Option<&'a StopReason>,
     /// Log-probabilities of the prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prompt_logprobs: Option<PromptLogprobs>,

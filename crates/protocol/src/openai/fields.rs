@@ -2,7 +2,7 @@
 //!
 //! A field is *refused* if it would change the answer and is not supported, unless its value is the default. A field
 //! has *no effect* if the answer is right without it. Names that are not in the table are unknown: the server warns or
-//! refuses, by `--unknown-fields`. Docs and tests come from this table.
+//! refuses, by `--unknown-fields`.
 
 use serde_json::{Map, Value};
 
@@ -106,16 +106,16 @@ fn none_or_empty(value: &Value) -> bool {
 fn medium(value: &Value) -> bool {
     value == "medium"
 }
-fn every_value(value: &Value) -> bool {
+fn empty_or_all_null(value: &Value) -> bool {
     all_null(value) || empty(value)
 }
 fn all_null(value: &Value) -> bool {
     value.as_object().is_some_and(|map| map.values().all(Value::is_null))
 }
 
-const USE_STRUCTURED: &str = "Structured output is not supported yet.";
-const LOCAL: &str = "It only tells OpenAI's platform who or what is asking.";
-const GREEDY: &str = "Beam search is not supported; use sampling with `n`.";
+const NO_STRUCTURED_OUTPUT: &str = "Structured output is not supported yet.";
+const PLATFORM_ONLY: &str = "It only tells OpenAI's platform who or what is asking.";
+const NO_BEAM_SEARCH: &str = "Beam search is not supported; use sampling with `n`.";
 
 /// Every field that a request may have. `tools` and `tool_choice` are honoured as far as `tool_choice: "none"` goes:
 /// the template sees the tools, and the answer is text ([`super::ChatRequest`] refuses the rest).
@@ -163,10 +163,10 @@ pub const FIELDS: &[Field] = &[
     honoured("cache_salt", On::Both),
     honoured("request_id", On::Both),
     honoured("kwire", On::Both),
-    no_effect("user", On::Both, LOCAL),
-    no_effect("safety_identifier", On::Both, LOCAL),
-    no_effect("metadata", On::Both, LOCAL),
-    no_effect("service_tier", On::Both, LOCAL),
+    no_effect("user", On::Both, PLATFORM_ONLY),
+    no_effect("safety_identifier", On::Both, PLATFORM_ONLY),
+    no_effect("metadata", On::Both, PLATFORM_ONLY),
+    no_effect("service_tier", On::Both, PLATFORM_ONLY),
     no_effect("prompt_cache_key", On::Both, "Prefixes are cached by their content."),
     no_effect("prompt_cache_retention", On::Both, "Prefixes are cached while there is room."),
     no_effect("prediction", On::Chat, "It only makes OpenAI's answer faster."),
@@ -178,21 +178,21 @@ pub const FIELDS: &[Field] = &[
     no_effect("return_prompt_text", On::Both, "It only asks for more output."),
     refused("store", On::Both, empty, "Nothing is stored; leave it out."),
     refused("best_of", On::Both, one, "Use `n`."),
-    refused("use_beam_search", On::Both, empty, GREEDY),
-    refused("length_penalty", On::Both, one, GREEDY),
-    refused("early_stopping", On::Both, empty, GREEDY),
+    refused("use_beam_search", On::Both, empty, NO_BEAM_SEARCH),
+    refused("length_penalty", On::Both, one, NO_BEAM_SEARCH),
+    refused("early_stopping", On::Both, empty, NO_BEAM_SEARCH),
     refused("suffix", On::Completions, empty, "Put the text around the gap into the prompt, as the model expects it."),
     refused("prompt_embeds", On::Both, empty, "Send text or token ids."),
     refused("echo", On::Chat, empty, "Use `continue_final_message`, and put the message before the answer yourself."),
-    refused("response_format", On::Both, text_format, USE_STRUCTURED),
-    refused("structured_outputs", On::Both, every_value, USE_STRUCTURED),
-    refused("structural_tag", On::Both, empty, USE_STRUCTURED),
-    refused("guided_json", On::Both, empty, USE_STRUCTURED),
-    refused("guided_regex", On::Both, empty, USE_STRUCTURED),
-    refused("guided_choice", On::Both, empty, USE_STRUCTURED),
-    refused("guided_grammar", On::Both, empty, USE_STRUCTURED),
-    refused("guided_decoding_backend", On::Both, empty, USE_STRUCTURED),
-    refused("guided_whitespace_pattern", On::Both, empty, USE_STRUCTURED),
+    refused("response_format", On::Both, text_format, NO_STRUCTURED_OUTPUT),
+    refused("structured_outputs", On::Both, empty_or_all_null, NO_STRUCTURED_OUTPUT),
+    refused("structural_tag", On::Both, empty, NO_STRUCTURED_OUTPUT),
+    refused("guided_json", On::Both, empty, NO_STRUCTURED_OUTPUT),
+    refused("guided_regex", On::Both, empty, NO_STRUCTURED_OUTPUT),
+    refused("guided_choice", On::Both, empty, NO_STRUCTURED_OUTPUT),
+    refused("guided_grammar", On::Both, empty, NO_STRUCTURED_OUTPUT),
+    refused("guided_decoding_backend", On::Both, empty, NO_STRUCTURED_OUTPUT),
+    refused("guided_whitespace_pattern", On::Both, empty, NO_STRUCTURED_OUTPUT),
     refused("functions", On::Chat, empty, "Use `tools`."),
     refused("function_call", On::Chat, none_or_empty, "Use `tool_choice`."),
     refused("logits_processors", On::Both, empty, "Code from requests never runs."),

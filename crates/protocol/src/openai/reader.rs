@@ -33,8 +33,8 @@ fn wrong(param: &str, expected: &str, got: &Value) -> FieldError {
     FieldError::new(param, format!("`{param}` must be {expected}, not {}.", kind(got)))
 }
 
-/// The value as an integer, if it is one.
-pub fn integer(value: &Value) -> Option<i64> {
+/// The value as an integer, if it is one that 64 bits hold.
+fn integer(value: &Value) -> Option<i64> {
     value.as_i64().or_else(|| {
         let float = value.as_f64()?;
         (float.fract() == 0.0 && float.abs() < 9.0e15).then_some(float as i64)
@@ -99,7 +99,7 @@ impl<'a> Fields<'a> {
         self.value(name).map(|v| Fields::at(v, self.path_of(name))).transpose()
     }
 
-    /// A finite number within `range`.
+    /// A number within `range`.
     pub fn float(&self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f32>, FieldError> {
         let Some(value) = self.value(name) else { return Ok(None) };
         let number = value.as_f64().ok_or_else(|| self.wrong(name, "a number", value))?;
@@ -134,17 +134,18 @@ impl<'a> Fields<'a> {
 
 /// `value` as an integer within `range`.
 pub fn integer_at(value: &Value, path: &str, range: RangeInclusive<i64>) -> Result<i64, FieldError> {
-    let number = match (integer(value), value) {
-        (Some(number), _) => number,
-        (None, Value::Number(n)) if !n.is_f64() => i64::MAX, // above i64: beyond every range we have
-        _ => return Err(wrong(path, "an integer", value)),
-    };
-    if range.contains(&number) && !(number == i64::MAX && value.as_i64().is_none()) {
-        return Ok(number);
+    let number = integer(value);
+    match number {
+        Some(number) if range.contains(&number) => return Ok(number),
+        None if !value.is_u64() => return Err(wrong(path, "an integer", value)),
+        _ => {} // a number above `i64::MAX` is beyond every range
     }
     let (low, high) = (range.start(), range.end());
-    let bounds =
-        if *high >= i64::from(u32::MAX) { format!("at least {low}") } else { format!("between {low} and {high}") };
+    // An upper bound that only the type sets is named to those who crossed it.
+    let bounds = match number {
+        Some(number) if number < *low && *high >= i64::from(u32::MAX) => format!("at least {low}"),
+        _ => format!("between {low} and {high}"),
+    };
     Err(FieldError::new(path, format!("`{path}` must be {bounds}, got {value}.")))
 }
 

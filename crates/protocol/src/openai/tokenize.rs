@@ -34,7 +34,7 @@ impl TokenizeRequest {
         let fields = Fields::root(body)?;
         let required = || FieldError::new("prompt", "`prompt` is required.");
         let input = match fields.value("messages") {
-            Some(_) => Input::Chat(ChatPrompt::parse(&fields, true)?),
+            Some(_) => Input::Chat(ChatPrompt::parse(&fields)?),
             None => Input::Prompt(fields.str("prompt")?.ok_or_else(required)?.to_owned()),
         };
         Ok(Self {

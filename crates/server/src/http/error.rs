@@ -5,7 +5,7 @@ use axum::response::{IntoResponse, Response};
 use kwire_protocol::openai::{ErrorBody, ErrorResponse, FieldError};
 
 use crate::error::ServiceError;
-use crate::health::Illness;
+use crate::health::Unhealthy;
 
 /// Everything that can be wrong with a request.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +39,7 @@ pub enum ApiError {
     MethodNotAllowed,
     /// `/health` and `/ready`.
     #[error("The server is not healthy: {0}.")]
-    Ill(#[from] Illness),
+    Unhealthy(#[from] Unhealthy),
 }
 
 impl From<FieldError> for ApiError {
@@ -74,7 +74,7 @@ impl ApiError {
             Self::Unauthorized => (S::UNAUTHORIZED, "AuthenticationError", None),
             Self::NoRoute(_) => (S::NOT_FOUND, "NotFoundError", None),
             Self::MethodNotAllowed => (S::METHOD_NOT_ALLOWED, "MethodNotAllowedError", None),
-            Self::Ill(_) => (S::SERVICE_UNAVAILABLE, "ServiceUnavailableError", None),
+            Self::Unhealthy(_) => (S::SERVICE_UNAVAILABLE, "ServiceUnavailableError", None),
         }
     }
 

@@ -10,7 +10,8 @@ use kwire_protocol::openai::models::ModelList;
 
 use super::State;
 use super::error::ApiError;
-use crate::health::Illness;
+use crate::error::ServiceError;
+use crate::health::Unhealthy;
 
 /// `GET /v1/models`: an empty list while loading.
 pub async fn models(Extract(inner): State) -> Json<ModelList> {
@@ -35,8 +36,8 @@ pub async fn health(Extract(inner): State) -> Result<(), ApiError> {
 pub async fn ready(Extract(inner): State) -> Result<(), ApiError> {
     match inner.phase().0 {
         ServerState::Serving => Ok(inner.health().await?),
-        ServerState::Loading => Err(Illness::Loading.into()),
-        ServerState::Draining => Err(crate::ServiceError::Draining.into()),
+        ServerState::Loading => Err(Unhealthy::Loading.into()),
+        ServerState::Draining => Err(ServiceError::Draining.into()),
     }
 }
 

@@ -7,11 +7,10 @@ use bytes::{BufMut, Bytes, BytesMut};
 use serde::Serialize;
 
 use super::error::ApiError;
-use crate::error::ServiceError;
 use crate::service::{ChunkSink, Run};
 
 const DONE: &[u8] = b"data: [DONE]\n\n";
-static SEED: HeaderName = HeaderName::from_static("x-kwire-seed");
+const SEED: HeaderName = HeaderName::from_static("x-kwire-seed");
 
 /// Writes chunks as events. All chunks that are ready together go out in one piece.
 #[derive(Default)]
@@ -62,7 +61,7 @@ pub async fn respond<R: Run>(run: R, stream: bool) -> Result<Response, ApiError>
         response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
         response
     };
-    response.headers_mut().insert(SEED.clone(), seed);
+    response.headers_mut().insert(SEED, seed);
     Ok(response)
 }
 
@@ -79,14 +78,10 @@ fn events<R: Run>(run: R) -> impl futures::Stream<Item = Result<Bytes, std::conv
                 Some((Ok(events.buffer.freeze()), None))
             }
             Err(error) => {
-                log(&error);
+                tracing::warn!(%error, "a stream ended with an error");
                 events.chunk(&ApiError::from(error).body());
                 Some((Ok(events.buffer.freeze()), None))
             }
         }
     })
-}
-
-fn log(error: &ServiceError) {
-    tracing::warn!(%error, "a stream ended with an error");
 }

@@ -5,7 +5,7 @@ use std::task::{Context, Poll, Waker};
 
 use kwire_engine::{FinishReason, TokenLogprobs};
 
-use crate::admission::lock;
+use crate::lock;
 
 /// An event of the request for prompt number `prompt` of an API call.
 #[derive(Debug, PartialEq)]

@@ -11,6 +11,7 @@ mod timing;
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::task::Waker;
 
 use kwire_engine::{Command, EngineHandle, Event, ReportSink, Request, RequestId, Seconds, StepReport, StepStats};
 use tokio::sync::mpsc;
@@ -18,12 +19,14 @@ use tokio::sync::mpsc;
 pub use inbox::{Inbox, Lost, Update, UpdateKind};
 pub use prefixes::PrefixLog;
 
-use crate::admission::{Permit, lock, retry_after_s};
+use crate::admission::{Permit, retry_after_s};
+use crate::lock;
 use crate::metrics::EngineMetrics;
 use timing::Timing;
 
-/// Completions that tell how fast requests are answered: the last so many, within so many seconds.
+/// Completed requests that tell how fast requests are answered: at most this many, the last ones.
 const COMPLETED_KEPT: usize = 64;
+/// Seconds after which a completed request tells nothing any more.
 const COMPLETED_S: f64 = 60.0;
 
 /// Receives what a [`report_channel`]'s sink is given.
@@ -48,7 +51,7 @@ pub struct Link {
     engine: EngineHandle,
     entries: Mutex<HashMap<RequestId, Entry>>,
     next_id: AtomicU64,
-    last_sign: AtomicU64,
+    last_alive: AtomicU64,
     stopped: AtomicBool,
     ending: AtomicBool,
     stats: Mutex<StepStats>,
@@ -92,7 +95,7 @@ impl Link {
             engine,
             entries: Mutex::default(),
             next_id: AtomicU64::new(1),
-            last_sign: AtomicU64::new(now.to_bits()),
+            last_alive: AtomicU64::new(now.to_bits()),
             stopped: AtomicBool::new(false),
             ending: AtomicBool::new(false),
             stats: Mutex::default(),
@@ -116,7 +119,7 @@ impl Link {
                 return Err(Lost::ShuttingDown); // it would miss `end_all`
             }
             if entries.is_empty() {
-                self.sign(now); // an idle engine is not late
+                self.note_alive(now); // an idle engine is not late
             }
             entries.insert(id, Entry { inbox: Arc::clone(&inbox), prompt, timing, permit });
             drop(entries);
@@ -145,13 +148,13 @@ impl Link {
     }
 
     /// When the engine last gave a sign of life.
-    pub fn last_sign(&self) -> Seconds {
-        Seconds::from_bits(self.last_sign.load(Ordering::Acquire))
+    pub fn last_alive(&self) -> Seconds {
+        Seconds::from_bits(self.last_alive.load(Ordering::Acquire))
     }
 
     /// Notes a sign of life.
-    pub fn sign(&self, now: Seconds) {
-        self.last_sign.store(now.to_bits(), Ordering::Release);
+    pub fn note_alive(&self, now: Seconds) {
+        self.last_alive.store(now.to_bits(), Ordering::Release);
     }
 
     /// The load after the last step.
@@ -177,29 +180,24 @@ impl Link {
 
     /// Ends all requests; their streams get [`Lost::ShuttingDown`], and no more are sent to the engine.
     pub fn end_all(&self) {
-        let lost = Lost::ShuttingDown;
         let entries = lock(&self.entries);
         self.ending.store(true, Ordering::Release);
         for (&id, entry) in entries.iter() {
             self.send(Command::End { id, sequence: None, stopped: false });
-            let update = Update { prompt: entry.prompt, kind: UpdateKind::Lost(lost) };
-            entry.inbox.push(update).into_iter().for_each(std::task::Waker::wake);
+            entry.lose(Lost::ShuttingDown);
         }
     }
 
     fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         let entries = std::mem::take(&mut *lock(&self.entries));
-        for entry in entries.into_values() {
-            let update = Update { prompt: entry.prompt, kind: UpdateKind::Lost(Lost::EngineStopped) };
-            entry.inbox.push(update).into_iter().for_each(std::task::Waker::wake);
-        }
+        entries.values().for_each(|entry| entry.lose(Lost::EngineStopped));
     }
 
     /// Hands out one report.
     fn apply(&self, report: StepReport) {
         let StepReport { now, events, stats, prefixes } = report;
-        self.sign(now);
+        self.note_alive(now);
         let before = std::mem::replace(&mut *lock(&self.stats), stats);
         self.metrics.step(&before, &stats);
         lock(&self.prefixes).apply(&prefixes);
@@ -227,7 +225,15 @@ impl Link {
             }
         }
         drop(entries);
-        wakers.into_iter().for_each(std::task::Waker::wake);
+        wakers.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl Entry {
+    /// Tells the reader that no more events come.
+    fn lose(&self, lost: Lost) {
+        let update = Update { prompt: self.prompt, kind: UpdateKind::Lost(lost) };
+        self.inbox.push(update).into_iter().for_each(Waker::wake);
     }
 }
 

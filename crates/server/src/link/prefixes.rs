@@ -1,6 +1,6 @@
 //! Which of the gateway's prefixes the engine holds, with enough history to report changes only.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 
 use kwire_engine::PrefixChange;
 use kwire_protocol::load::PrefixReport;
@@ -13,6 +13,7 @@ pub struct PrefixLog {
     epoch: u64,
     version: u64,
     held: HashSet<u64>,
+    /// `(stored, id)` of each change; the last is that of `version`.
     history: VecDeque<(bool, u64)>,
 }
 
@@ -56,7 +57,7 @@ impl PrefixLog {
             report.stored = self.held.iter().copied().collect();
             return report;
         };
-        let mut last = std::collections::HashMap::new();
+        let mut last = HashMap::new();
         for &(stored, id) in self.history.iter().skip(self.history.len() - missed as usize) {
             last.insert(id, stored);
         }

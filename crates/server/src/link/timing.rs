@@ -69,12 +69,7 @@ impl Timing {
     }
 
     fn finished(&self, sequence: u32, reason: &FinishReason, now: Seconds, metrics: &EngineMetrics) {
-        metrics.finished(match reason {
-            FinishReason::Stop { .. } => "stop",
-            FinishReason::Length => "length",
-            FinishReason::Abort => "abort",
-            FinishReason::Error(_) => "error",
-        });
+        metrics.finished(reason.label());
         let (last, count) = self.sequences.get(sequence as usize).copied().unwrap_or_default();
         metrics.e2e_latency.observe(now - self.arrival);
         metrics.request_generation_tokens.observe(count as f64);

@@ -208,8 +208,8 @@ fn info(names: &mut Names<'_>, capacity: &Capacity) {
         sleep.get_or_create(&[("sleep_state", state)]).set(value);
     }
     names.add("engine_sleep_state", "Engine sleep state", sleep);
-    let blocks = i64::try_from(capacity.n_blocks * capacity.block_size).unwrap_or(i64::MAX);
-    names.0.register("kwire:kv_capacity_tokens", "Tokens that the KV cache holds", ConstGauge::new(blocks));
+    let kv_tokens = i64::try_from(capacity.kv_tokens()).unwrap_or(i64::MAX);
+    names.0.register("kwire:kv_capacity_tokens", "Tokens that the KV cache holds", ConstGauge::new(kv_tokens));
 }
 
 /// Requests wait for capacity; nothing defers them.

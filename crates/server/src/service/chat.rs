@@ -1,12 +1,13 @@
 //! `/v1/chat/completions`: messages in, chunks out.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use kwire_protocol::openai::chat::{ChatChoice, ChatChunkChoice, ChatDelta, ChatMessage, ChatPrompt, ChatRequest};
 use kwire_protocol::openai::logprobs::ChatLogprobs;
 use kwire_protocol::openai::{Answer, FieldError, Usage};
 use kwire_protocol::prefix;
-use kwire_protocol::resume::{ChunkReport, PrefixName};
+use kwire_protocol::resume::PrefixName;
 
 use super::choice::Delta;
 use super::logprobs::Printer;
@@ -68,7 +69,7 @@ impl Service {
         let model = Arc::clone(&self.model);
         let format = self.policy.content_format;
         let unix_s = i64::try_from(self.ambient.unix_s()).unwrap_or(i64::MAX);
-        let (text, (tokens, ends)) = self
+        let (text, tokens, tags) = self
             .pool
             .run(move || {
                 let own = match &chat.chat_template {
@@ -83,21 +84,17 @@ impl Service {
                 })?;
                 let text = template.render(&chat, unix_s)?;
                 check_text_len(&model, &text, truncate, "messages")?;
-                if names.is_empty() {
-                    let tokens = model.tokenizer.encode(&text, add_special)?;
-                    return Ok::<_, ServiceError>((text, (tokens, Vec::new())));
-                }
-                let (tokens, ends) = model.tokenizer.encode_with_ends(&text, add_special)?;
-                let tags = prefixes::tags(&prefix::chat_segments(&chat.messages), &names, &text, &ends);
-                Ok((text, (tokens, tags)))
+                let segments = prefix::chat_segments(&chat.messages);
+                let (tokens, tags) = prefixes::encode(&model.tokenizer, &text, add_special, &segments, &names)?;
+                Ok::<_, ServiceError>((text, tokens, tags))
             })
             .await?;
-        let prompt = self.finish_prompt(tokens, ends, truncate, "messages")?;
+        let prompt = self.finish_prompt(tokens, tags, truncate, "messages")?;
         Ok(PreparedPrompt { text: Some(text), ..prompt })
     }
 }
 
-fn special_tokens(model: &ModelContext) -> std::collections::BTreeMap<String, String> {
+fn special_tokens(model: &ModelContext) -> BTreeMap<String, String> {
     model.template.as_ref().map(|template| template.special_tokens().clone()).unwrap_or_default()
 }
 
@@ -111,8 +108,8 @@ impl ChatRun {
     ) {
         let first = of.is_some_and(|delta| delta.first);
         let prompt = &self.generation.prompts[0].prompt.tokens;
-        let report: Option<ChunkReport> =
-            of.filter(|_| self.envelope.report).map(|delta| chunk_report(&self.envelope, &delta.tokens, prompt, first));
+        let reported = of.filter(|_| self.envelope.report);
+        let report = reported.map(|delta| chunk_report(&self.envelope, &delta.tokens, prompt, first));
         sink.chunk(&Answer {
             usage,
             prompt_token_ids: (first && self.envelope.return_token_ids).then_some(prompt),
@@ -124,17 +121,16 @@ impl ChatRun {
     fn print(&self, sink: &mut impl ChunkSink, delta: &Delta) {
         let envelope = &self.envelope;
         let usage = envelope.continuous_usage.then(|| self.generation.usage(envelope.cached_details));
-        let choice = |delta: ChatDelta<'static>| ChatChunkChoice {
-            index: 0,
-            delta,
-            logprobs: None,
-            finish_reason: None,
-            stop_reason: None,
-            token_ids: None,
-        };
         if delta.first {
-            let role = choice(ChatDelta { role: Some("assistant"), content: "" });
-            self.chunk(sink, &[ChatChunkChoice { index: delta.index, ..role }], usage, None);
+            let role = ChatChunkChoice {
+                index: delta.index,
+                delta: ChatDelta { role: Some("assistant"), content: "" },
+                logprobs: None,
+                finish_reason: None,
+                stop_reason: None,
+                token_ids: None,
+            };
+            self.chunk(sink, &[role], usage, None);
         }
         let printer = Printer { tokenizer: &self.generation.tokenizer, as_ids: envelope.tokens_as_ids };
         let choice = ChatChunkChoice {

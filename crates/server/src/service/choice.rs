@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kwire_engine::{FinishReason, TokenLogprobs};
-use kwire_protocol::openai::chat::StopReason;
+use kwire_protocol::openai::answer::StopReason;
 
 use super::prepare::Plan;
 use crate::text::{Detokenizer, StopMatcher, StopSet, Tokenizer};
@@ -142,16 +142,14 @@ impl Choice {
         if self.finished {
             return Ok(());
         }
-        let reason = match reason {
-            FinishReason::Stop { .. } => "stop",
-            FinishReason::Length => "length",
-            FinishReason::Abort => "abort",
-            FinishReason::Error(message) => return Err(message),
-        };
+        let label = reason.label();
+        if let FinishReason::Error(message) = reason {
+            return Err(message);
+        }
         self.finished = true;
         self.piece.clear();
         self.flush();
-        self.pending.finish = Some(Finish { reason, stop: None });
+        self.pending.finish = Some(Finish { reason: label, stop: None });
         Ok(())
     }
 

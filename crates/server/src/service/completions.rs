@@ -6,7 +6,7 @@ use kwire_protocol::openai::completions::{CompletionChoice, CompletionRequest, P
 use kwire_protocol::openai::logprobs::CompletionLogprobs;
 use kwire_protocol::openai::{Answer, Common, FieldError};
 use kwire_protocol::prefix::Segment;
-use kwire_protocol::resume::PrefixName;
+use kwire_protocol::resume::{ChunkReport, PrefixName};
 
 use super::choice::Delta;
 use super::logprobs::Printer;
@@ -113,13 +113,9 @@ impl Service {
         let (text, tokens, tags) = self
             .pool
             .run(move || {
-                if names.is_empty() {
-                    let tokens = model.tokenizer.encode(&text, add_special)?;
-                    return Ok::<_, ServiceError>((text, tokens, Vec::new()));
-                }
-                let (tokens, ends) = model.tokenizer.encode_with_ends(&text, add_special)?;
-                let tags = prefixes::tags(&[Segment::Content(&text)], &names, &text, &ends);
-                Ok((text, tokens, tags))
+                let segments = [Segment::Content(&text)];
+                let (tokens, tags) = prefixes::encode(&model.tokenizer, &text, add_special, &segments, &names)?;
+                Ok::<_, ServiceError>((text, tokens, tags))
             })
             .await?;
         let prompt = self.finish_prompt(tokens, tags, truncate, param)?;
@@ -169,20 +165,23 @@ impl CompletionRun {
         }
     }
 
+    /// What the gateway is told of a delta, if it asks; `first`: the first of its choice.
+    fn report(&self, delta: &Delta, first: bool) -> Option<ChunkReport> {
+        let prompt = &self.generation.prompt_of(delta.index).prompt.tokens;
+        self.envelope.report.then(|| chunk_report(&self.envelope, &delta.tokens, prompt, first))
+    }
+
     fn chunk(
         &self,
         sink: &mut impl ChunkSink,
         choices: &[CompletionChoice<'_>],
         usage: bool,
-        of: Option<&(Vec<u32>, usize, bool)>,
+        report: Option<&ChunkReport>,
     ) {
         let envelope = &self.envelope;
-        let report = of.filter(|_| envelope.report).map(|(tokens, index, first)| {
-            chunk_report(envelope, tokens, &self.generation.prompt_of(*index).prompt.tokens, *first)
-        });
         sink.chunk(&Answer {
             usage: usage.then(|| self.generation.usage(envelope.cached_details)),
-            kwire: report.as_ref(),
+            kwire: report,
             ..envelope.answer("text_completion", choices)
         });
     }
@@ -194,10 +193,9 @@ impl Run for CompletionRun {
         let running = self.generation.next(&mut deltas).await?;
         for delta in deltas.drain(..) {
             let mut printed = self.printed(delta);
-            let delta = &printed.delta;
-            let of = self.envelope.report.then(|| (delta.tokens.clone(), delta.index, delta.first));
+            let report = self.report(&printed.delta, printed.delta.first);
             let choice = self.choice(&mut printed);
-            self.chunk(sink, &[choice], self.envelope.continuous_usage, of.as_ref());
+            self.chunk(sink, &[choice], self.envelope.continuous_usage, report.as_ref());
         }
         self.deltas = deltas;
         if !running && self.envelope.include_usage {
@@ -224,9 +222,9 @@ impl Run for CompletionRun {
                 break;
             }
         }
-        let of = self.envelope.report.then(|| whole[0].as_ref().map(|of| (of.delta.tokens.clone(), 0, true)));
+        let report = whole[0].as_ref().and_then(|of| self.report(&of.delta, true));
         let choices: Vec<_> = whole.iter_mut().flatten().map(|of| self.choice(of)).collect();
-        self.chunk(sink, &choices, true, of.flatten().as_ref());
+        self.chunk(sink, &choices, true, report.as_ref());
         Ok(())
     }
 

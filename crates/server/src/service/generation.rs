@@ -125,6 +125,7 @@ impl Generation {
     fn update(&mut self, Update { prompt, kind }: Update) -> Result<(), ServiceError> {
         let prompt = prompt as usize;
         let n = self.n;
+        let unfinished = || self.choices[prompt * n..][..n].iter().any(|choice| !choice.finished());
         match kind {
             UpdateKind::Started { cached_tokens } => self.prompts[prompt].cached_tokens = cached_tokens,
             UpdateKind::PromptLogprobs(logprobs) => self.prompts[prompt].logprobs = logprobs,
@@ -148,17 +149,11 @@ impl Generation {
                 let choice = &mut self.choices[prompt * n + sequence as usize];
                 choice.finish(reason).map_err(ServiceError::Engine)?;
             }
-            UpdateKind::Done => {
-                let choices = &self.choices[prompt * n..(prompt + 1) * n];
-                if choices.iter().any(|choice| !choice.finished()) {
-                    let message = "The engine ended the request without a reason.".to_owned();
-                    return Err(ServiceError::Engine(message));
-                }
+            UpdateKind::Done if unfinished() => {
+                return Err(ServiceError::Engine("The engine ended the request without a reason.".to_owned()));
             }
-            UpdateKind::Lost(lost) if self.choices[prompt * n..(prompt + 1) * n].iter().any(|c| !c.finished()) => {
-                return Err(lost.into());
-            }
-            UpdateKind::Lost(_) => {}
+            UpdateKind::Lost(lost) if unfinished() => return Err(lost.into()),
+            UpdateKind::Done | UpdateKind::Lost(_) => {}
         }
         Ok(())
     }

@@ -27,8 +27,8 @@ pub use generation::Generation;
 
 use crate::admission::{Admission, Permit};
 use crate::ambient::Ambient;
-use crate::config::{AdmissionConfig, RequestPolicy};
-use crate::error::ServiceError;
+use crate::config::{RequestPolicy, ServerConfig};
+use crate::error::{Rejection, ServiceError};
 use crate::link::Link;
 use crate::metrics::EngineMetrics;
 use crate::model::ModelContext;
@@ -95,16 +95,17 @@ impl Service {
         model: ModelContext,
         link: Arc<Link>,
         metrics: EngineMetrics,
-        (policy, admission, ambient): (RequestPolicy, &AdmissionConfig, Ambient),
+        config: &ServerConfig,
+        ambient: Ambient,
         pool: TextPool,
     ) -> Self {
-        let max_requests = admission.max_num_queued_reqs.unwrap_or(usize::MAX);
+        let max_requests = config.admission.max_num_queued_reqs.unwrap_or(usize::MAX);
         Self {
             model: Arc::new(model),
             link,
-            admission: Admission::new(max_requests, admission.max_num_queued_tokens),
+            admission: Admission::new(max_requests, config.admission.max_num_queued_tokens),
             pool,
-            policy,
+            policy: config.requests.clone(),
             ambient,
             metrics,
             live: watch::Sender::new(0),
@@ -148,7 +149,7 @@ impl Service {
         self.admission.admit(total).map_err(|rejection| self.rejected(rejection))
     }
 
-    pub(crate) fn rejected(&self, rejection: crate::error::Rejection) -> ServiceError {
+    pub(crate) fn rejected(&self, rejection: Rejection) -> ServiceError {
         self.metrics.rejected(rejection);
         ServiceError::Overloaded { rejection, retry_after_s: self.link.retry_after_s(self.ambient.now()) }
     }

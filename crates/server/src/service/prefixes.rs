@@ -4,12 +4,30 @@ use kwire_engine::PrefixTag;
 use kwire_protocol::prefix::Segment;
 use kwire_protocol::resume::PrefixName;
 
+use crate::text::Tokenizer;
+use crate::text::tokenizer::TokenizerError;
+
+/// The tokens of a prompt whose text is `text`, and tags for the `names` in it.
+pub fn encode(
+    tokenizer: &Tokenizer,
+    text: &str,
+    add_special: bool,
+    segments: &[Segment<'_>],
+    names: &[PrefixName],
+) -> Result<(Vec<u32>, Vec<PrefixTag>), TokenizerError> {
+    if names.is_empty() {
+        return Ok((tokenizer.encode(text, add_special)?, Vec::new()));
+    }
+    let (tokens, ends) = tokenizer.encode_with_ends(text, add_special)?;
+    Ok((tokens, tags(segments, names, text, &ends)))
+}
+
 /// Tags for a prompt whose text is `prompt`, with `ends` the byte where each token's text ends.
 ///
 /// Each content is looked for in the prompt after the one before it, since the template decides what stands between. A
 /// name that ends in a frame ends with the content before; at the first content that the template changed beyond its
 /// outer white space, the rest is given up: tags are hints for routing, not truths to rely on.
-pub fn tags(segments: &[Segment<'_>], names: &[PrefixName], prompt: &str, ends: &[usize]) -> Vec<PrefixTag> {
+fn tags(segments: &[Segment<'_>], names: &[PrefixName], prompt: &str, ends: &[usize]) -> Vec<PrefixTag> {
     let mut tags = Vec::with_capacity(names.len());
     let mut names = names.iter().peekable();
     let (mut chars, mut byte) = (0, 0);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kwire_engine::{PrefixTag, Request, RequestId, SampleParams, StopParams};
+use kwire_engine::{PrefixTag, Request, RequestId, SampleParams, Seconds, StopParams};
 use kwire_protocol::openai::{Common, FieldError};
 use kwire_protocol::resume::Resume;
 
@@ -189,7 +189,7 @@ impl Service {
 
 impl Plan {
     /// The engine's request for one prompt.
-    pub(crate) fn request(&self, prompt: &PreparedPrompt, max_tokens: usize, arrival: f64) -> Request {
+    pub(crate) fn request(&self, prompt: &PreparedPrompt, max_tokens: usize, arrival: Seconds) -> Request {
         Request {
             id: RequestId(0), // set when it is sent
             prompt: Arc::clone(&prompt.tokens),

@@ -91,17 +91,7 @@ fn civil(days: i64) -> (i64, i64, i64) {
     (yoe + era * 400 + i64::from(month <= 2), month, doy - (153 * mp + 2) / 5 + 1)
 }
 
-/// Seconds since 1970 of `YYYY-MM-DDTHH:MM:SS`; 0 if it is something else.
-pub fn parse_iso(text: &str) -> i64 {
-    let parts: Vec<i64> = text.split(['-', 'T', ':']).filter_map(|part| part.parse().ok()).collect();
-    match parts[..] {
-        [year, month, day, hour, minute, second] => {
-            days_from_civil(year, month, day) * 86_400 + hour * 3600 + minute * 60 + second
-        }
-        _ => 0,
-    }
-}
-
+/// The inverse of [`civil`].
 fn days_from_civil(year: i64, month: i64, day: i64) -> i64 {
     let y = year - i64::from(month <= 2);
     let era = y.div_euclid(400);

@@ -21,7 +21,7 @@ use tokenizers::{
     tokenizer::SplitDelimiterBehavior,
 };
 
-/// Longest SentencePiece token whose splits are searched; trained pieces have a few dozen bytes. Keeps the search linear.
+/// Longest SentencePiece token that is accepted; trained pieces have a few dozen bytes. Keeps the search for merges linear.
 const MAX_PIECE_BYTES: usize = 1024;
 /// SentencePiece's mark for a space.
 const SPACE_MARK: &str = "▁";
@@ -38,7 +38,7 @@ pub enum VocabError {
     /// A kind of tokenizer that is not known here.
     #[error(
         "{file}: tokenizer.ggml.{key} {found:?} is not supported; {known} are. \
-         Give the model's own tokenizer with --tokenizer FOLDER_OR_HUB_ID"
+         Give the model's own tokenizer with --tokenizer PATH"
     )]
     Unsupported {
         /// The GGUF file.

@@ -1,12 +1,13 @@
-//! Text work: tokens to text and back, templates, stop strings. Knows no HTTP and no engine.
+//! Text work: tokens to text and back, templates, stop strings. Knows no HTTP, and of the engine only what a checkpoint
+//! holds for the text side.
 
 pub mod assets;
-pub mod clock;
+mod clock;
 pub mod detokenize;
 pub mod gguf_vocab;
 pub mod pool;
-pub mod pyjson;
-pub mod pymethods;
+mod pyjson;
+mod pymethods;
 pub mod stop;
 pub mod template;
 pub mod tokenizer;

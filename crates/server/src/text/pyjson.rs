@@ -148,7 +148,7 @@ fn number(value: &Value, infinity: &str, nan: &str) -> String {
 }
 
 /// `repr` of a finite Python float: the shortest digits that read back, with an exponent from 1e16 and below 1e-4.
-pub fn py_float(float: f64) -> String {
+fn py_float(float: f64) -> String {
     let scientific = format!("{float:e}");
     let Some((digits, exponent)) = scientific.split_once('e') else { return scientific };
     let exponent: i32 = exponent.parse().unwrap_or(0);

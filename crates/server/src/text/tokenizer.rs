@@ -81,16 +81,19 @@ impl Tokenizer {
         Self { bos: Some((bos, add)), ..self }
     }
 
-    /// What [`Self::with_bos`] asks for, done to the tokens of a text.
-    fn fix_bos<T>(&self, special: bool, ids: &mut Vec<u32>, ends: &mut Vec<T>, zero: T) {
-        match self.bos {
-            Some((bos, true)) if special && ids.first() != Some(&bos) => {
+    /// What [`Self::with_bos`] asks for, done to the tokens of a text and, if wanted, to where they end.
+    fn fix_bos(&self, ids: &mut Vec<u32>, ends: Option<&mut Vec<usize>>) {
+        let Some((bos, add)) = self.bos else { return };
+        match (add, ids.first() == Some(&bos)) {
+            (true, false) => {
                 ids.insert(0, bos);
-                ends.insert(0, zero);
+                if let Some(ends) = ends {
+                    ends.insert(0, 0);
+                }
             }
-            Some((bos, false)) if special && ids.first() == Some(&bos) => {
+            (false, true) => {
                 ids.remove(0);
-                if !ends.is_empty() {
+                if let Some(ends) = ends {
                     ends.remove(0);
                 }
             }
@@ -102,16 +105,20 @@ impl Tokenizer {
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, TokenizerError> {
         let encoding = self.inner.encode_fast(text, special).map_err(|e| TokenizerError::Encode(e.to_string()))?;
         let mut ids = encoding.get_ids().to_vec();
-        self.fix_bos(special, &mut ids, &mut Vec::new(), ());
+        if special {
+            self.fix_bos(&mut ids, None);
+        }
         Ok(ids)
     }
 
     /// The tokens of `text`, and for each the byte of `text` where it ends (0 for tokens that were added).
     pub fn encode_with_ends(&self, text: &str, special: bool) -> Result<(Vec<u32>, Vec<usize>), TokenizerError> {
         let encoding = self.inner.encode(text, special).map_err(|e| TokenizerError::Encode(e.to_string()))?;
-        let mut ends = encoding.get_offsets().iter().map(|&(_, end)| end).collect();
+        let mut ends: Vec<usize> = encoding.get_offsets().iter().map(|&(_, end)| end).collect();
         let mut ids = encoding.get_ids().to_vec();
-        self.fix_bos(special, &mut ids, &mut ends, 0);
+        if special {
+            self.fix_bos(&mut ids, Some(&mut ends));
+        }
         Ok((ids, ends))
     }
 

@@ -134,7 +134,7 @@ fn open_sharded(folder: &Path, index_path: &Path, mode: ReadMode) -> Result<(Vec
         wanted.entry(file).or_default().push(tensor);
     }
     let (mut shards, mut all) = (Vec::new(), Vec::new());
-    let mut place: HashMap<String, usize> = HashMap::new();
+    let mut seen: HashMap<String, &str> = HashMap::new();
     for (i, (file, tensors)) in wanted.iter().enumerate() {
         let path = folder.join(file);
         if !path.is_file() {
@@ -142,31 +142,30 @@ fn open_sharded(folder: &Path, index_path: &Path, mode: ReadMode) -> Result<(Vec
             return Err(blame.invalid(at, "missing", "every shard beside the index (is the download complete?)"));
         }
         let (shard, list) = open_file(&path, i, mode)?;
-        check_shard(blame, file, tensors, &list, &index.weight_map, &mut place, &wanted)?;
+        check_shard(blame, file, tensors, &list, &index.weight_map, &mut seen)?;
         shards.push(shard);
         all.extend(list);
     }
     Ok((shards, all))
 }
 
-/// The shard holds exactly the tensors that the index places in it.
-fn check_shard(
+/// The shard holds exactly the tensors that the index places in it. `seen` has the file of each tensor so far.
+fn check_shard<'a>(
     blame: Blame<'_>,
-    file: &str,
+    file: &'a str,
     tensors: &[&str],
     list: &[(String, Entry)],
     index: &UniqueMap<String>,
-    place: &mut HashMap<String, usize>,
-    wanted: &BTreeMap<&str, Vec<&str>>,
+    seen: &mut HashMap<String, &'a str>,
 ) -> Result<(), CheckpointError> {
     let held: HashSet<&str> = list.iter().map(|(name, _)| name.as_str()).collect();
     if let Some(missing) = tensors.iter().find(|t| !held.contains(*t)) {
         return Err(blame.invalid(format!("tensor {missing:?}"), format!("not in {file:?}"), "the file that holds it"));
     }
     let expected: HashSet<&str> = tensors.iter().copied().collect();
-    for (name, entry) in list {
-        if let Some(other) = place.insert(name.clone(), entry.file) {
-            let found = format!("in {file:?} and in {:?}", wanted.keys().nth(other).unwrap_or(&""));
+    for (name, _) in list {
+        if let Some(other) = seen.insert(name.clone(), file) {
+            let found = format!("in {file:?} and in {other:?}");
             return Err(blame.invalid(format!("tensor {name:?}"), found, "each tensor in one file"));
         }
         if !expected.contains(name.as_str()) {

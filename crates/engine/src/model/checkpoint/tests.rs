@@ -144,9 +144,8 @@ fn gguf_counts_and_strings() {
     let mut bad = Builder::new(3, 0, 1).u64(2).data(64);
     bad.bytes[32] = 0xff;
     says(&bad.error(), &["key 0", "UTF-8"]);
-    let mut long = Builder::new(3, 0, 1).str(&"k".repeat(70_000)).u32(4).u32(1).error();
+    let long = Builder::new(3, 0, 1).str(&"k".repeat(70_000)).u32(4).u32(1).error();
     says(&long, &["key 0", "1 to 65535"]);
-    long.truncate(2000);
     assert!(long.len() < 1000, "errors stay short");
 }
 
@@ -241,7 +240,7 @@ fn gguf_with_flipped_bytes_never_panics() {
     assert!(start.elapsed() < Duration::from_secs(60));
 }
 
-/// A million tiny tensors, and a million keys: linear time.
+/// 100,000 tiny tensors and as many keys: no more than `n log n` time.
 #[test]
 fn gguf_with_many_entries_is_fast() {
     let n = 100_000;
@@ -451,7 +450,7 @@ fn text_of_a_folder() {
         full.special_tokens.into_iter().collect::<Vec<_>>(),
         [("bos_token".to_owned(), "<s>".to_owned()), ("eos_token".to_owned(), "</s>".to_owned())]
     );
-    assert_eq!((full.add_bos, full.pad_token_id), (Some(true), None));
+    assert_eq!(full.add_bos, Some(true));
     scratch.write("chat_template.json", r#"{"chat_template":"J"}"#);
     assert_eq!(text().unwrap().chat_template.as_deref(), Some("J"));
     scratch.write("chat_template.jinja", "X");

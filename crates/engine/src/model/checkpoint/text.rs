@@ -23,10 +23,8 @@ pub struct TextAssets {
     pub named_templates: BTreeMap<String, String>,
     /// First token of a text.
     pub bos_token_id: Option<u32>,
-    /// Tokens that end an answer, the tokenizer's own first.
+    /// Tokens that end an answer: those of GGUF metadata, or of `generation_config.json` and then `config.json`.
     pub eos_token_ids: Vec<u32>,
-    /// Token that fills batches.
-    pub pad_token_id: Option<u32>,
     /// Whether the tokenizer puts the BOS token in front; `None`: the tokenizer file itself says.
     pub add_bos: Option<bool>,
     /// What `generation_config.json` suggests.
@@ -174,7 +172,6 @@ pub(super) fn from_gguf(gguf: &Gguf) -> Result<TextAssets, CheckpointError> {
         named_templates,
         bos_token_id: vocab.bos,
         eos_token_ids,
-        pad_token_id: vocab.pad,
         add_bos: vocab.add_bos,
         generation: GenerationDefaults::default(),
         special_tokens,
@@ -271,19 +268,17 @@ pub(super) fn from_folder(
             push_new(&mut eos_token_ids, id);
         }
     }
-    let one = |key: &str| -> Result<Option<u32>, CheckpointError> {
-        let here = token_ids(&generation_path, key, generation.get(key))?;
-        let ids = if here.is_empty() { token_ids(&folder.join("config.json"), key, config.get(key))? } else { here };
-        Ok(ids.first().copied())
-    };
+    let mut bos_token_ids = token_ids(&generation_path, "bos_token_id", generation.get("bos_token_id"))?;
+    if bos_token_ids.is_empty() {
+        bos_token_ids = token_ids(&folder.join("config.json"), "bos_token_id", config.get("bos_token_id"))?;
+    }
     let (chat_template, named_templates) = folder_templates(folder, &tokenizer_config)?;
     Ok(TextAssets {
         tokenizer: TokenizerSource::Json(tokenizer),
         chat_template,
         named_templates,
-        bos_token_id: one("bos_token_id")?,
+        bos_token_id: bos_token_ids.first().copied(),
         eos_token_ids,
-        pad_token_id: one("pad_token_id")?,
         add_bos: tokenizer_config.get("add_bos_token").and_then(Value::as_bool),
         generation: GenerationDefaults::parse(&generation_path, &generation)?,
         special_tokens: special_tokens(folder, &tokenizer_config)?,

@@ -203,7 +203,7 @@ fn escaped(part: &str) -> String {
 }
 
 /// The innermost reason of an error; the outer ones repeat the address.
-pub fn root_cause(e: &dyn std::error::Error) -> String {
+fn root_cause(e: &dyn std::error::Error) -> String {
     let mut cause = e;
     while let Some(inner) = cause.source() {
         cause = inner;

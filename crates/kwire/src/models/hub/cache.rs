@@ -83,7 +83,7 @@ impl Repo {
         if selection.gguf.is_none() && index.exists() {
             check_shards(&index, &selection.files)?;
         }
-        Ok(selection.gguf.map_or_else(|| snapshot.clone(), |name| snapshot.join(name)))
+        Ok(selection.path_in(&snapshot))
     }
 }
 

@@ -17,7 +17,7 @@ use indicatif::MultiProgress;
 use super::download::{self, Job};
 use super::home;
 use super::reference::HubRef;
-use super::select::{Selection, select};
+use super::select::select;
 use crate::config::environment::Lookup;
 use api::{Api, ApiError, RemoteFile, RepoInfo};
 use cache::Repo;
@@ -87,7 +87,11 @@ impl Hub {
             stream::iter(work).buffer_unordered(PARALLEL).try_collect::<Vec<()>>().await?;
         }
         repo.set_ref(&model.revision, &info.commit)?;
-        opened(&repo.snapshot(&info.commit), &selection)
+        let path = selection.path_in(&repo.snapshot(&info.commit));
+        if !path.exists() {
+            bail!("{} is missing after its download", path.display());
+        }
+        Ok(path)
     }
 
     async fn download_file(
@@ -124,11 +128,3 @@ impl Hub {
 const NEXT: &str = "run `kwire pull` where the hub can be reached and copy the cache here (HF_HOME says where it is), set \
                     HF_ENDPOINT to a mirror, or give a local .gguf file, a model folder, s3://BUCKET/PREFIX, or the \
                     built-in `smollm2`";
-
-fn opened(folder: &Path, selection: &Selection) -> Result<PathBuf> {
-    let path = selection.gguf.as_ref().map_or_else(|| folder.to_owned(), |name| folder.join(name));
-    if !path.exists() {
-        bail!("{} is missing after its download", path.display());
-    }
-    Ok(path)
-}

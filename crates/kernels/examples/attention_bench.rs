@@ -7,7 +7,9 @@
 use std::time::{Duration, Instant};
 
 use kwire_kernels::cpu::{CpuBackend, Isa, Pool};
-use kwire_kernels::{AttentionOp, Backend, KvDtype, KvLayout, RowSpan, SampleParams, SampleRequest, StepBatch};
+use kwire_kernels::{
+    AttentionOp, Backend, KvDtype, KvLayout, RowSpan, SampleParams, SampleRequest, StepBatch, StepLimits, TensorRole,
+};
 
 const OP: AttentionOp = AttentionOp { heads: 9, kv_heads: 3, head_dim: 64, scale: 0.125, window: None, softcap: None };
 const COLS: usize = (9 + 2 * 3) * 64;
@@ -70,16 +72,29 @@ fn attention(name: &str, n_workers: usize, peak: f64, dtype: KvDtype, batch: usi
     let blocks_per_row = (context + chunk).div_ceil(16);
     let layout = KvLayout { n_layers: 1, kv_heads: 3, head_dim: 64, block_len: 16, dtype };
     let mut cache = b.kv_cache(layout, batch * blocks_per_row).unwrap();
+    b.reserve(&StepLimits {
+        max_tokens: batch * chunk,
+        max_logits: 0,
+        max_slots: batch,
+        max_positions: context + chunk,
+        n_vocab: 0,
+        max_linear_values: 0,
+        groups: vec![(layout, OP)],
+    })
+    .unwrap();
     let tables: Vec<Vec<u32>> =
         (0..batch).map(|r| (0..blocks_per_row).map(|i| (r * blocks_per_row + i) as u32).collect()).collect();
-    let mut fill = b.tensor(context + chunk, COLS).unwrap();
+    let mut fill = b.tensor(TensorRole::Hidden, context + chunk, COLS).unwrap();
     for r in 0..batch {
         random(fill.rows_mut(context + chunk), r as u32);
         let step = step(&mut b, &tables[r..r + 1], 0, context + chunk);
         b.rope_write_kv(&step, &OP, None, None, &mut fill, &mut cache, 0, 0);
     }
     let n_tokens = batch * chunk;
-    let (mut qkv, mut out) = (b.tensor(n_tokens, COLS).unwrap(), b.tensor(n_tokens, 9 * 64).unwrap());
+    let (mut qkv, mut out) = (
+        b.tensor(TensorRole::Hidden, n_tokens, COLS).unwrap(),
+        b.tensor(TensorRole::Hidden, n_tokens, 9 * 64).unwrap(),
+    );
     random(qkv.rows_mut(n_tokens), 99);
     let step = step(&mut b, &tables, context, chunk);
     let time = best(n_workers == 1, || b.paged_attention(&step, &OP, &qkv, &cache, 0, 0, &mut out));
@@ -99,8 +114,11 @@ fn step(
     let rows: Vec<RowSpan> =
         (0..tables.len()).map(|r| RowSpan { first_token: r * n_tokens, n_tokens, first_position }).collect();
     let ids = vec![0; tables.len() * n_tokens];
-    let block_tables = [tables.iter().map(|t| &t[..]).collect()];
-    b.prepare(&StepBatch { token_ids: &ids, rows: &rows, block_tables: &block_tables, logit_tokens: &[] }).unwrap()
+    let slots: Vec<u32> = (0..tables.len() as u32).collect();
+    for (&slot, table) in slots.iter().zip(tables) {
+        b.update_table(0, slot, 0, table);
+    }
+    b.prepare(&StepBatch { token_ids: &ids, rows: &rows, slots: &slots, logit_tokens: &[] }).unwrap()
 }
 
 fn random(out: &mut [f32], seed: u32) {
@@ -122,7 +140,7 @@ fn small_operations(n_workers: usize) {
     let mut cache = b.kv_cache(layout, 64).unwrap();
     for rows in [1, 16, 64, 512] {
         let tensors = [576, 576, 576, 3072, 1536, COLS].map(|cols| {
-            let mut t = b.tensor(rows, cols).unwrap();
+            let mut t = b.tensor(TensorRole::Hidden, rows, cols).unwrap();
             random(t.rows_mut(rows), cols as u32);
             t
         });
@@ -145,7 +163,7 @@ fn small_operations(n_workers: usize) {
 fn sampler(n_workers: usize) {
     println!("\n{:<34} {:>10} {:>10}", "sampler, vocabulary 49152", "1 row µs", "16 rows µs");
     let mut b = CpuBackend::new(n_workers, None).unwrap();
-    let mut logits = b.tensor(16, 49_152).unwrap();
+    let mut logits = b.tensor(TensorRole::Hidden, 16, 49_152).unwrap();
     random(logits.rows_mut(16), 1);
     // About normal logits with deviation 3: a hard case, as a trained model's mass lies in fewer tokens.
     logits.rows_mut(16).iter_mut().for_each(|x| *x = (x.clamp(-0.999, 0.999)).atanh() * 3.0);
@@ -170,6 +188,7 @@ fn sampler(n_workers: usize) {
             best(n_workers == 1, || {
                 position += 1;
                 let request = |logit| SampleRequest {
+                    slot: 0,
                     logit,
                     params,
                     position,

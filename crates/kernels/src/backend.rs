@@ -146,13 +146,13 @@ impl RowSpan {
 /// What one step computes, in the terms of the device: ragged rows over paged tables.
 #[derive(Debug, Clone, Copy)]
 pub struct StepBatch<'a> {
-    /// Input token of every position, rows one after another.
+    /// Input token of every position, rows one after another; [`StepBatch::DRAWN`] plus a slot stands for the token
+    /// that was drawn last for the slot.
     pub token_ids: &'a [u32],
     /// The rows, in order, without gaps.
     pub rows: &'a [RowSpan],
-    /// `block_tables[group][row]`: block of every `block_len` positions of the row. Entries that lie wholly
-    /// outside the group's window may be [`StepBatch::NO_BLOCK`].
-    pub block_tables: &'a [Vec<&'a [u32]>],
+    /// Slot of each row, whose block tables it reads.
+    pub slots: &'a [u32],
     /// Indices into `token_ids` whose logits are wanted, ascending.
     pub logit_tokens: &'a [u32],
 }
@@ -160,6 +160,45 @@ pub struct StepBatch<'a> {
 impl StepBatch<'_> {
     /// A table entry with no block behind it.
     pub const NO_BLOCK: u32 = u32::MAX;
+    /// Bit of a token id that is not known to the host yet.
+    pub const DRAWN: u32 = 1 << 31;
+}
+
+/// What a backend reserves memory for, once, before the first step.
+#[derive(Debug, Clone)]
+pub struct StepLimits {
+    /// Tokens of a step.
+    pub max_tokens: usize,
+    /// Wanted logits of a step.
+    pub max_logits: usize,
+    /// Slots of running sequences.
+    pub max_slots: usize,
+    /// Positions of a sequence.
+    pub max_positions: usize,
+    /// Tokens in the vocabulary.
+    pub n_vocab: usize,
+    /// Largest product of a linear layer's input features and its rows in a step.
+    pub max_linear_values: usize,
+    /// Cache shape of each KV group, with the attention that reads it.
+    pub groups: Vec<(KvLayout, AttentionOp)>,
+}
+
+/// Rows that a step's operations run over: the step's own counts, or more where a recorded graph of that size is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepShape {
+    /// Tokens.
+    pub n_tokens: usize,
+    /// Wanted logits.
+    pub n_logits: usize,
+}
+
+/// What a matrix of activations is for, which decides its element type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TensorRole {
+    /// Between the layers, in the backend's own element type.
+    Hidden,
+    /// Logits, in f32.
+    Logits,
 }
 
 /// Copy of a whole block (all layers of a group), for copy-on-write.
@@ -250,6 +289,8 @@ impl Default for SampleParams {
 pub struct SampleRequest<'a> {
     /// Index among the step's wanted logits.
     pub logit: usize,
+    /// Slot of the sequence.
+    pub slot: u32,
     /// How to draw.
     pub params: &'a SampleParams,
     /// Position in the sequence of the token that is drawn.
@@ -258,7 +299,8 @@ pub struct SampleRequest<'a> {
     pub forced: Option<u32>,
     /// Tokens of the prompt; read only if the repetition penalty is on.
     pub prompt: &'a [u32],
-    /// Tokens generated so far; read only if a penalty is on.
+    /// Tokens generated so far, as far as the host knows them; read only if a penalty is on. A backend with a depth
+    /// keeps its own record, from [`Backend::start_slot`] and its draws.
     pub output: &'a [u32],
     /// Tokens that may be drawn; `None`: all.
     pub mask: Option<&'a TokenMask>,
@@ -310,15 +352,21 @@ pub trait Backend: Send + 'static {
 
     /// Bytes that the weights of one checkpoint matrix will take.
     fn weight_bytes(dtype: DType, n_rows: usize, n_cols: usize) -> usize;
-    /// Bytes that [`Backend::reserve_linear`] will take.
-    fn linear_scratch_bytes(_max_values: usize) -> usize {
+
+    /// Bytes of an activation matrix; saturates.
+    fn tensor_bytes(role: TensorRole, capacity: usize, cols: usize) -> usize;
+    /// Bytes that [`Backend::reserve`] will take.
+    fn reserve_bytes(limits: &StepLimits) -> usize;
+
+    /// Steps that may be queued before the results of an earlier one are collected.
+    fn depth(&self) -> usize {
         0
     }
 
-    /// Reserves at start what linear layers work in: those whose rows × input features are at most `max_values`.
-    fn reserve_linear(&mut self, _max_values: usize) {}
+    /// Reserves what steps within `limits` need beside tensors.
+    fn reserve(&mut self, limits: &StepLimits) -> Result<(), KernelError>;
     /// Reserves an activation matrix.
-    fn tensor(&mut self, capacity: usize, cols: usize) -> Result<Self::Tensor, KernelError>;
+    fn tensor(&mut self, role: TensorRole, capacity: usize, cols: usize) -> Result<Self::Tensor, KernelError>;
     /// Makes one linear layer of parts stacked along the output (merged QKV, merged gate and up).
     fn weight(&mut self, parts: &[WeightPart<'_>]) -> Result<Self::Weight, KernelError>;
     /// Makes a parameter vector.
@@ -328,8 +376,16 @@ pub trait Backend: Send + 'static {
     /// Reserves `n_blocks` blocks.
     fn kv_cache(&mut self, layout: KvLayout, n_blocks: usize) -> Result<Self::KvCache, KernelError>;
 
+    /// A sequence takes a slot: its tables are empty, and penalties count these tokens.
+    fn start_slot(&mut self, slot: u32, params: &SampleParams, prompt: &[u32], output: &[u32]);
+    /// Sets entries of a slot's block table from `start` on, the block of every `block_len` positions. Those wholly outside
+    /// the group's window may be [`StepBatch::NO_BLOCK`].
+    fn update_table(&mut self, group: usize, slot: u32, start: usize, blocks: &[u32]);
+
     /// Takes a step's metadata to the device.
     fn prepare(&mut self, batch: &StepBatch<'_>) -> Result<Self::Step, KernelError>;
+    /// Rows that the step's operations run over.
+    fn shape(&self, step: &Self::Step) -> StepShape;
     /// `out[t] = scale * table[token_ids[t]]`, for all tokens of the step.
     fn embed(&mut self, step: &Self::Step, table: &Self::Weight, scale: f32, out: &mut Self::Tensor);
     /// `out = x · wᵀ + bias` over the first `rows` rows, plus the rows' adapters.
@@ -379,6 +435,19 @@ pub trait Backend: Send + 'static {
         layer: usize,
         out: &mut Self::Tensor,
     );
+    /// The first half of a gated MLP: `out = act(gate) * up` for `[gate | up] = x · wᵀ + bias`, which may pass through `gate_up`.
+    fn gated_linear(
+        &mut self,
+        rows: usize,
+        x: &Self::Tensor,
+        w: &Self::Weight,
+        act: Activation,
+        gate_up: &mut Self::Tensor,
+        out: &mut Self::Tensor,
+    ) {
+        self.linear(rows, x, w, None, gate_up);
+        self.gated_activation(rows, act, gate_up, out);
+    }
     /// `out = act(gate) * up` over merged rows `[gate | up]`.
     fn gated_activation(&mut self, rows: usize, act: Activation, gate_up: &Self::Tensor, out: &mut Self::Tensor);
     /// Gathers the rows whose logits are wanted: `out[i] = x[logit_tokens[i]]`.
@@ -398,8 +467,9 @@ pub trait Backend: Send + 'static {
     /// Writes what [`Backend::export_blocks`] of the same layout gave.
     fn import_blocks(&mut self, cache: &mut Self::KvCache, blocks: &[u32], bytes: &[u8]) -> Result<(), KernelError>;
 
-    /// Runs `f`; a backend that records work (CUDA graphs) may replay what `key` recorded before instead.
-    fn capture(&mut self, _key: u64, f: &mut dyn FnMut(&mut Self))
+    /// Enqueues a step's forward by `f`; a backend that records work (CUDA graphs) may replay what it recorded of an earlier
+    /// step of the same shape instead.
+    fn capture(&mut self, _step: &Self::Step, f: &mut dyn FnMut(&mut Self))
     where
         Self: Sized,
     {

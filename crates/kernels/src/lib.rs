@@ -13,6 +13,8 @@ pub mod activation;
 pub mod aligned;
 pub mod backend;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod dequantize;
 pub mod dtype;
 pub mod file_map;
@@ -28,7 +30,8 @@ mod testing;
 pub use aligned::AlignedBuf;
 pub use backend::{
     Activation, AttentionOp, Backend, BlockCopy, KernelError, KvDtype, KvLayout, Rope, RopePairing, RowSpan,
-    SampleParams, SampleRequest, Sampled, StepBatch, TokenLogprobs, TokenMask, WeightPart,
+    SampleParams, SampleRequest, Sampled, StepBatch, StepLimits, StepShape, TensorRole, TokenLogprobs, TokenMask,
+    WeightPart,
 };
 pub use dtype::DType;
 pub use file_map::FileMap;

@@ -30,10 +30,8 @@ pub struct LocalExecutor<B: Backend> {
 struct SlotState {
     params: Arc<SampleParams>,
     prompt: Arc<[u32]>,
-    /// Tokens drawn, for penalties.
+    /// Tokens drawn, for penalties; kept at depth 0 only, since later draws are known to the device first.
     output: Vec<u32>,
-    /// Per KV group.
-    tables: Vec<Vec<u32>>,
 }
 
 impl<B: Backend> LocalExecutor<B> {
@@ -48,17 +46,13 @@ impl<B: Backend> LocalExecutor<B> {
     ) -> Result<Self, LoadError> {
         let (spec, names) = model;
         let groups = plan.groups.clone();
-        let info = ExecutorInfo { groups, n_blocks: plan.n_blocks.clone(), n_vocab: spec.n_vocab, depth: 0 };
+        let info =
+            ExecutorInfo { groups, n_blocks: plan.n_blocks.clone(), n_vocab: spec.n_vocab, depth: backend.depth() };
         let weights = weights::load(checkpoint, &spec, names, &mut backend, progress)?;
         let decoder = Decoder::new(spec, weights, &info.groups, &mut backend, limits)?;
         let shapes = info.groups.iter().zip(&info.n_blocks);
         let caches = shapes.map(|(g, &n)| backend.kv_cache(g.layout, n)).collect::<Result<_, _>>()?;
-        let slot = || SlotState {
-            params: Arc::default(),
-            prompt: Arc::from([]),
-            output: Vec::new(),
-            tables: vec![Vec::new(); info.groups.len()],
-        };
+        let slot = || SlotState { params: Arc::default(), prompt: Arc::from([]), output: Vec::new() };
         let slots = (0..limits.max_num_seqs).map(|_| slot()).collect();
         Ok(Self { info, backend, decoder, caches, slots, forwarded: Default::default(), pending: VecDeque::new() })
     }
@@ -74,12 +68,10 @@ impl<B: Backend> LocalExecutor<B> {
             slot.params = start.params.clone();
             slot.prompt = start.prompt.clone();
             slot.output.clone_from(&start.output);
-            slot.tables.iter_mut().for_each(Vec::clear);
+            self.backend.start_slot(start.slot, &start.params, &start.prompt, &start.output);
         }
         for update in &batch.tables {
-            let table = &mut self.slots[update.slot as usize].tables[update.group];
-            table.truncate(update.start);
-            table.extend_from_slice(&update.blocks);
+            self.backend.update_table(update.group, update.slot, update.start, &update.blocks);
         }
     }
 }
@@ -89,6 +81,7 @@ impl<B: Backend> LocalExecutor<B> {
 struct Flat {
     token_ids: Vec<u32>,
     spans: Vec<RowSpan>,
+    slots: Vec<u32>,
     logit_tokens: Vec<u32>,
 }
 
@@ -99,9 +92,10 @@ impl Flat {
             let first_token = flat.token_ids.len();
             match &row.tokens {
                 RowTokens::Known(tokens) => flat.token_ids.extend_from_slice(tokens),
-                RowTokens::LastDrawn => unreachable!("at depth 0 every input is known"),
+                RowTokens::LastDrawn => flat.token_ids.push(StepBatch::DRAWN | row.slot),
             }
             let n_tokens = row.tokens.len();
+            flat.slots.push(row.slot);
             flat.spans.push(RowSpan { first_token, n_tokens, first_position: row.first_position });
             let wanted = first_token + row.logits_from..first_token + n_tokens;
             flat.logit_tokens.extend(wanted.map(|t| u32::try_from(t).expect("a step has fewer than 2^32 tokens")));
@@ -123,16 +117,14 @@ impl<B: Backend> Executor for LocalExecutor<B> {
             }
         }
         let flat = Flat::of(batch);
-        let table = |g: usize| batch.rows.iter().map(|r| &self.slots[r.slot as usize].tables[g][..]).collect();
-        let block_tables: Vec<Vec<&[u32]>> = (0..self.info.groups.len()).map(table).collect();
         let step = self.backend.prepare(&StepBatch {
             token_ids: &flat.token_ids,
             rows: &flat.spans,
-            block_tables: &block_tables,
+            slots: &flat.slots,
             logit_tokens: &flat.logit_tokens,
         })?;
-        let (n_tokens, n_logits) = (flat.token_ids.len(), flat.logit_tokens.len());
-        self.decoder.forward(&mut self.backend, &step, &mut self.caches, n_tokens, n_logits);
+        let Self { backend, decoder, caches, .. } = self;
+        backend.capture(&step, &mut |backend| decoder.forward(backend, &step, caches));
         self.forwarded = (batch.step, batch.samples.clone());
         Ok(())
     }
@@ -160,6 +152,7 @@ impl<B: Backend> Executor for LocalExecutor<B> {
                 };
                 SampleRequest {
                     logit: sample.logit,
+                    slot: sample.slot,
                     params: params[i].as_ref().unwrap_or(&slot.params),
                     position: sample.position,
                     forced,
@@ -180,7 +173,7 @@ impl<B: Backend> Executor for LocalExecutor<B> {
         assert_eq!(oldest, step, "steps are collected in order");
         let sampled = self.backend.collect(pending)?;
         for (sample, drawn) in samples.iter().zip(&sampled) {
-            if sample.kind == SampleKind::Draw {
+            if sample.kind == SampleKind::Draw && self.info.depth == 0 {
                 self.slots[sample.slot as usize].output.push(drawn.token);
             }
         }

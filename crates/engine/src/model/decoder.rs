@@ -1,6 +1,6 @@
 //! The one decoder: runs any [`DecoderSpec`] on any [`Backend`].
 
-use kwire_kernels::{Backend, KernelError};
+use kwire_kernels::{Backend, KernelError, KvDtype, StepLimits, StepShape, TensorRole};
 
 use super::spec::DecoderSpec;
 use super::weights::Weights;
@@ -40,6 +40,7 @@ impl<B: Backend> Decoder<B> {
         backend: &mut B,
         limits: &SchedulerConfig,
     ) -> Result<Self, KernelError> {
+        backend.reserve(&step_limits(&spec, groups, limits))?;
         let ropes = spec.ropes.iter().map(|r| backend.rope(r, limits.max_model_len)).collect::<Result<_, _>>()?;
         let place = |i: usize| {
             let find = |(g, group): (usize, &KvGroup)| Some((g, group.layers.iter().position(|&l| l == i)?));
@@ -50,13 +51,16 @@ impl<B: Backend> Decoder<B> {
         Ok(Self { spec, weights, ropes, places, activations })
     }
 
-    /// Bytes of activations in f32 for steps within `limits`, and of what linear layers work in.
+    /// Bytes of activations for steps within `limits`, and of what the backend reserves beside them.
     pub fn activation_bytes(spec: &DecoderSpec, limits: &SchedulerConfig) -> usize {
         let width = Activations::<B>::widths(spec).iter().fold(0, |sum: usize, w| sum.saturating_add(*w));
-        let step = limits.max_num_batched_tokens.saturating_mul(width);
-        let head = limits.max_logits().saturating_mul(spec.hidden.saturating_add(spec.n_vocab));
-        let scratch = B::linear_scratch_bytes(Activations::<B>::linear_values(spec, limits));
-        step.saturating_add(head).saturating_mul(4).saturating_add(scratch)
+        let (max_tokens, max_logits) = (limits.max_num_batched_tokens, limits.max_logits());
+        // Blocks of the shortest length have the longest tables.
+        let groups = KvGroup::of(spec, 16, KvDtype::F16);
+        B::tensor_bytes(TensorRole::Hidden, max_tokens, width)
+            .saturating_add(B::tensor_bytes(TensorRole::Hidden, max_logits, spec.hidden))
+            .saturating_add(B::tensor_bytes(TensorRole::Logits, max_logits, spec.n_vocab))
+            .saturating_add(B::reserve_bytes(&step_limits(spec, &groups, limits)))
     }
 
     /// Logits of the last forward's wanted positions.
@@ -64,16 +68,10 @@ impl<B: Backend> Decoder<B> {
         &mut self.activations.logits
     }
 
-    /// Runs a step of `n_tokens` tokens and leaves the logits of its `n_logits` wanted positions in [`Self::logits`].
-    pub fn forward(
-        &mut self,
-        backend: &mut B,
-        step: &B::Step,
-        caches: &mut [B::KvCache],
-        n_tokens: usize,
-        n_logits: usize,
-    ) {
+    /// Runs a step and leaves the logits of its wanted positions in [`Self::logits`].
+    pub fn forward(&mut self, backend: &mut B, step: &B::Step, caches: &mut [B::KvCache]) {
         let Self { spec, weights, ropes, places, activations: a } = self;
+        let StepShape { n_tokens, n_logits } = backend.shape(step);
         backend.embed(step, &weights.embed, spec.embed_scale, &mut a.residual);
         // The output of the layer before, which the next norm adds to the residual.
         let mut has_delta = false;
@@ -91,8 +89,8 @@ impl<B: Backend> Decoder<B> {
             backend.linear(n_tokens, &a.attended, &w.out, None, &mut a.delta);
             let delta = Some(&mut a.delta);
             backend.all_reduce_add_norm(n_tokens, delta, &mut a.residual, &w.mlp_norm, eps, &mut a.normed);
-            backend.linear(n_tokens, &a.normed, &w.gate_up, None, &mut a.gate_up);
-            backend.gated_activation(n_tokens, layer.mlp.activation, &a.gate_up, &mut a.gated);
+            let act = layer.mlp.activation;
+            backend.gated_linear(n_tokens, &a.normed, &w.gate_up, act, &mut a.gate_up, &mut a.gated);
             backend.linear(n_tokens, &a.gated, &w.down, None, &mut a.delta);
             has_delta = true;
         }
@@ -108,29 +106,37 @@ impl<B: Backend> Decoder<B> {
     }
 }
 
+fn step_limits(spec: &DecoderSpec, groups: &[KvGroup], limits: &SchedulerConfig) -> StepLimits {
+    let group = |group: &KvGroup| (group.layout, spec.layers[group.layers[0]].attention.op);
+    // Inputs of linear layers are as wide as the hidden state, the attention's output or the MLP.
+    let widest = spec.layers.iter().map(|l| l.mlp.width.max(l.attention.op.heads * l.attention.op.head_dim)).max();
+    let step = limits.max_num_batched_tokens.saturating_mul(widest.unwrap_or(0).max(spec.hidden));
+    StepLimits {
+        max_tokens: limits.max_num_batched_tokens,
+        max_logits: limits.max_logits(),
+        max_slots: limits.max_num_seqs,
+        max_positions: limits.max_model_len,
+        n_vocab: spec.n_vocab,
+        max_linear_values: step.max(limits.max_logits().saturating_mul(spec.hidden)),
+        groups: groups.iter().map(group).collect(),
+    }
+}
+
 impl<B: Backend> Activations<B> {
     fn new(spec: &DecoderSpec, backend: &mut B, limits: &SchedulerConfig) -> Result<Self, KernelError> {
-        backend.reserve_linear(Self::linear_values(spec, limits));
         let (max_tokens, max_logits) = (limits.max_num_batched_tokens, limits.max_logits());
         let [residual, normed, qkv, attended, gate_up, gated, delta] = Self::widths(spec);
         Ok(Self {
-            residual: backend.tensor(max_tokens, residual)?,
-            normed: backend.tensor(max_tokens, normed)?,
-            qkv: backend.tensor(max_tokens, qkv)?,
-            attended: backend.tensor(max_tokens, attended)?,
-            gate_up: backend.tensor(max_tokens, gate_up)?,
-            gated: backend.tensor(max_tokens, gated)?,
-            delta: backend.tensor(max_tokens, delta)?,
-            head_input: backend.tensor(max_logits, spec.hidden)?,
-            logits: backend.tensor(max_logits, spec.n_vocab)?,
+            residual: backend.tensor(TensorRole::Hidden, max_tokens, residual)?,
+            normed: backend.tensor(TensorRole::Hidden, max_tokens, normed)?,
+            qkv: backend.tensor(TensorRole::Hidden, max_tokens, qkv)?,
+            attended: backend.tensor(TensorRole::Hidden, max_tokens, attended)?,
+            gate_up: backend.tensor(TensorRole::Hidden, max_tokens, gate_up)?,
+            gated: backend.tensor(TensorRole::Hidden, max_tokens, gated)?,
+            delta: backend.tensor(TensorRole::Hidden, max_tokens, delta)?,
+            head_input: backend.tensor(TensorRole::Hidden, max_logits, spec.hidden)?,
+            logits: backend.tensor(TensorRole::Logits, max_logits, spec.n_vocab)?,
         })
-    }
-
-    /// Rows × input features of the largest linear layer.
-    fn linear_values(spec: &DecoderSpec, limits: &SchedulerConfig) -> usize {
-        let [_, normed, _, attended, _, gated, _] = Self::widths(spec);
-        let step = limits.max_num_batched_tokens.saturating_mul(normed.max(attended).max(gated));
-        step.max(limits.max_logits().saturating_mul(spec.hidden))
     }
 
     /// Columns of the matrices, in the order of the fields: the widest layer decides.

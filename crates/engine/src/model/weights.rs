@@ -50,6 +50,42 @@ pub struct Weights<B: Backend> {
     pub(super) layers: Vec<LayerWeights<B>>,
 }
 
+/// Names and shapes of all tensors that `spec` calls for.
+pub(super) fn tensors(spec: &DecoderSpec, names: &WeightNames) -> Vec<(String, Vec<usize>)> {
+    let mut tensors = Vec::new();
+    let mut add = |role, shape: &[usize], bias: bool| {
+        let base = names.name(role);
+        tensors.push((format!("{base}.weight"), shape.to_vec()));
+        if bias {
+            tensors.push((format!("{base}.bias"), shape[..1].to_vec()));
+        }
+    };
+    add(Role::Embed, &[spec.n_vocab, spec.hidden], false);
+    for (i, layer) in spec.layers.iter().enumerate() {
+        let AttentionSpec { op, qkv_bias, out_bias, qk_norm_eps, .. } = &layer.attention;
+        let (q, kv, mlp) = (op.heads * op.head_dim, op.kv_heads * op.head_dim, &layer.mlp);
+        let mut add = |role, shape: &[usize], bias| add(Role::Layer(i, role), shape, bias);
+        add(LayerRole::AttentionNorm, &[spec.hidden], false);
+        add(LayerRole::Q, &[q, spec.hidden], *qkv_bias);
+        add(LayerRole::K, &[kv, spec.hidden], *qkv_bias);
+        add(LayerRole::V, &[kv, spec.hidden], *qkv_bias);
+        if qk_norm_eps.is_some() {
+            add(LayerRole::QNorm, &[op.head_dim], false);
+            add(LayerRole::KNorm, &[op.head_dim], false);
+        }
+        add(LayerRole::O, &[spec.hidden, q], *out_bias);
+        add(LayerRole::MlpNorm, &[spec.hidden], false);
+        add(LayerRole::Gate, &[mlp.width, spec.hidden], mlp.bias);
+        add(LayerRole::Up, &[mlp.width, spec.hidden], mlp.bias);
+        add(LayerRole::Down, &[spec.hidden, mlp.width], mlp.bias);
+    }
+    add(Role::FinalNorm, &[spec.hidden], false);
+    if !spec.tied {
+        add(Role::Head, &[spec.n_vocab, spec.hidden], false);
+    }
+    tensors
+}
+
 /// Called with the bytes of the file that have been taken so far.
 pub type Progress<'a> = &'a mut dyn FnMut(usize);
 

@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 
 use super::par::{Disjoint, for_rows};
-use super::step::CpuStep;
+use super::step::{CpuStep, SlotTables};
 use super::{Isa, Pool};
 use crate::aligned::AlignedBuf;
 use crate::kv_cache::CpuKvCache;
@@ -12,8 +12,8 @@ use crate::paged_attention::{Attention, AttentionScratch, paged_attention};
 use crate::rope::{RopeTable, RopeWrite, rope_write_kv};
 use crate::sample::{SampleScratch, sample};
 use crate::{
-    Activation, AttentionOp, Backend, BlockCopy, DType, KernelError, KvLayout, Rope, SampleRequest, Sampled, StepBatch,
-    WeightPart, activation, norm,
+    Activation, AttentionOp, Backend, BlockCopy, DType, KernelError, KvLayout, Rope, SampleParams, SampleRequest,
+    Sampled, StepBatch, StepLimits, StepShape, TensorRole, WeightPart, activation, norm,
 };
 
 /// Runs every operation on a pool of threads, in f32. Results do not depend on the number of workers.
@@ -25,6 +25,8 @@ pub struct CpuBackend {
     linear: linear::Scratch,
     /// Input values that `linear` has room for.
     linear_values: usize,
+    /// By KV group.
+    tables: Vec<SlotTables>,
 }
 
 /// An activation matrix: `capacity × cols`, row-major f32.
@@ -75,7 +77,16 @@ impl CpuBackend {
             sampling: SampleScratch::new(n_workers),
             linear: linear::Scratch::new(isa, n_workers, 0),
             linear_values: 0,
+            tables: Vec::new(),
         })
+    }
+
+    /// Room for linear layers whose rows × input features are at most `max_values`.
+    fn reserve_linear(&mut self, max_values: usize) {
+        if max_values > self.linear_values {
+            self.linear_values = max_values;
+            self.linear = linear::Scratch::new(self.isa, self.pool.n_workers(), max_values);
+        }
     }
 
     /// The instruction set in use.
@@ -103,18 +114,21 @@ impl Backend for CpuBackend {
         linear::packed_bytes(dtype, n_rows, n_cols).unwrap_or(usize::MAX)
     }
 
-    fn linear_scratch_bytes(max_values: usize) -> usize {
-        linear::Scratch::bytes(0, max_values)
+    fn tensor_bytes(_: TensorRole, capacity: usize, cols: usize) -> usize {
+        capacity.saturating_mul(cols).saturating_mul(4)
     }
 
-    fn reserve_linear(&mut self, max_values: usize) {
-        if max_values > self.linear_values {
-            self.linear_values = max_values;
-            self.linear = linear::Scratch::new(self.isa, self.pool.n_workers(), max_values);
-        }
+    fn reserve_bytes(limits: &StepLimits) -> usize {
+        linear::Scratch::bytes(0, limits.max_linear_values)
     }
 
-    fn tensor(&mut self, capacity: usize, cols: usize) -> Result<CpuTensor, KernelError> {
+    fn reserve(&mut self, limits: &StepLimits) -> Result<(), KernelError> {
+        self.reserve_linear(limits.max_linear_values);
+        self.tables = vec![vec![Vec::new(); limits.max_slots]; limits.groups.len()];
+        Ok(())
+    }
+
+    fn tensor(&mut self, _: TensorRole, capacity: usize, cols: usize) -> Result<CpuTensor, KernelError> {
         let len = capacity.saturating_mul(cols);
         Ok(CpuTensor { data: AlignedBuf::zeroed(len, "an activation matrix")?, capacity, cols })
     }
@@ -135,8 +149,22 @@ impl Backend for CpuBackend {
         CpuKvCache::new(layout, n_blocks)
     }
 
+    fn start_slot(&mut self, slot: u32, _: &SampleParams, _: &[u32], _: &[u32]) {
+        self.tables.iter_mut().for_each(|tables| tables[slot as usize].clear());
+    }
+
+    fn update_table(&mut self, group: usize, slot: u32, start: usize, blocks: &[u32]) {
+        let table = &mut self.tables[group][slot as usize];
+        table.truncate(start);
+        table.extend_from_slice(blocks);
+    }
+
     fn prepare(&mut self, batch: &StepBatch<'_>) -> Result<CpuStep, KernelError> {
-        Ok(CpuStep::new(batch))
+        Ok(CpuStep::new(batch, &self.tables))
+    }
+
+    fn shape(&self, step: &CpuStep) -> StepShape {
+        StepShape { n_tokens: step.n_tokens(), n_logits: step.logit_tokens.len() }
     }
 
     fn embed(&mut self, step: &CpuStep, table: &PackedWeight, scale: f32, out: &mut CpuTensor) {

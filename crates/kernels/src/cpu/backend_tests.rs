@@ -46,7 +46,20 @@ fn model(backend: &mut CpuBackend) -> Model {
     let inv_freq = (0..8).map(|i| 100f32.powf(-(i as f32) / 8.0)).collect();
     let rope = b.rope(&Rope { inv_freq, scale: 1.0, pairing: RopePairing::Half }, 1000).unwrap();
     let layout = KvLayout { n_layers: 2, kv_heads: 2, head_dim: 16, block_len: 16, dtype: KvDtype::F16 };
-    let tensors = [HIDDEN, HIDDEN, QKV, 64, 2 * FFN, FFN, VOCAB].map(|cols| b.tensor(80, cols).unwrap());
+    let tensors =
+        [HIDDEN, HIDDEN, QKV, 64, 2 * FFN, FFN, VOCAB].map(|cols| b.tensor(TensorRole::Hidden, 80, cols).unwrap());
+    let groups = vec![(layout, OP)];
+    b.reserve(&StepLimits {
+        max_tokens: 80,
+        max_logits: 1,
+        max_slots: 1,
+        max_positions: 80,
+        n_vocab: VOCAB,
+        max_linear_values: 80 * 2 * FFN,
+        groups,
+    })
+    .unwrap();
+    b.update_table(0, 0, 0, &[5, 2, 7, 0, 1]);
     let embed = random_weight(b, &mut rng, VOCAB, HIDDEN);
     Model { embed, layers, rope, cache: b.kv_cache(layout, 8).unwrap(), tensors }
 }
@@ -55,10 +68,8 @@ fn model(backend: &mut CpuBackend) -> Model {
 fn forward(b: &mut CpuBackend, m: &mut Model, ids: &[u32], first_position: usize) -> Vec<f32> {
     let n = ids.len();
     let rows = [RowSpan { first_token: 0, n_tokens: n, first_position }];
-    let tables = [vec![&[5u32, 2, 7, 0, 1][..]]];
     let last = [n as u32 - 1];
-    let step =
-        b.prepare(&StepBatch { token_ids: ids, rows: &rows, block_tables: &tables, logit_tokens: &last }).unwrap();
+    let step = b.prepare(&StepBatch { token_ids: ids, rows: &rows, slots: &[0], logit_tokens: &last }).unwrap();
     let [hidden, normed, qkv, attention, gate_up, product, logits] = &mut m.tensors;
     b.embed(&step, &m.embed, 2.0, hidden);
     for (i, layer) in m.layers.iter().enumerate() {
@@ -71,7 +82,7 @@ fn forward(b: &mut CpuBackend, m: &mut Model, ids: &[u32], first_position: usize
         b.rope_write_kv(&step, &OP, None, Some(&m.rope), qkv, &mut m.cache, 0, i);
         b.paged_attention(&step, &OP, qkv, &m.cache, 0, i, attention);
         b.linear(n, attention, &layer.o, None, normed);
-        let mut delta = b.tensor(80, HIDDEN).unwrap();
+        let mut delta = b.tensor(TensorRole::Hidden, 80, HIDDEN).unwrap();
         delta.rows_mut(n).copy_from_slice(normed.rows(n));
         b.all_reduce_add_norm(n, Some(&mut delta), hidden, &layer.norms[1], 1e-5, normed);
         b.linear(n, normed, &layer.gate_up, None, gate_up);
@@ -97,6 +108,7 @@ fn logits_do_not_depend_on_chunks_or_workers() {
         let params = SampleParams { seed: 5, ..SampleParams::default() };
         let request = SampleRequest {
             logit: 0,
+            slot: 0,
             params: &params,
             position: 70,
             forced: None,

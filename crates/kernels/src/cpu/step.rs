@@ -2,6 +2,9 @@
 
 use crate::{RowSpan, StepBatch};
 
+/// Block tables of one KV group, by slot.
+pub type SlotTables = Vec<Vec<u32>>;
+
 /// Owned copy of a [`StepBatch`].
 pub struct CpuStep {
     /// Input tokens, rows one after another.
@@ -19,8 +22,8 @@ pub struct CpuStep {
 }
 
 impl CpuStep {
-    /// Copies `batch`, checking that rows tile the tokens and tables name a row each.
-    pub fn new(batch: &StepBatch<'_>) -> Self {
+    /// Copies `batch` and its rows' tables out of `tables[group][slot]`, checking that rows tile the tokens.
+    pub fn new(batch: &StepBatch<'_>, tables: &[SlotTables]) -> Self {
         let n_tokens = batch.token_ids.len();
         let (mut token_rows, mut positions) = (Vec::with_capacity(n_tokens), Vec::with_capacity(n_tokens));
         for (i, row) in batch.rows.iter().enumerate() {
@@ -29,15 +32,16 @@ impl CpuStep {
             positions.extend((row.first_position..row.context_len()).map(|p| p as u32));
         }
         assert_eq!(positions.len(), n_tokens, "rows must tile the step's tokens");
-        assert!(batch.block_tables.iter().all(|tables| tables.len() == batch.rows.len()), "a block table for each row");
+        assert_eq!(batch.slots.len(), batch.rows.len(), "a slot for each row");
+        assert!(batch.token_ids.iter().all(|id| id & StepBatch::DRAWN == 0), "at depth 0 every input is known");
         assert!(batch.logit_tokens.iter().all(|&t| (t as usize) < n_tokens), "wanted logits of tokens of the step");
-        let owned = |tables: &Vec<&[u32]>| tables.iter().map(|t| t.to_vec()).collect();
+        let of_rows = |tables: &SlotTables| batch.slots.iter().map(|&slot| tables[slot as usize].clone()).collect();
         Self {
             token_ids: batch.token_ids.to_vec(),
             rows: batch.rows.to_vec(),
             token_rows,
             positions,
-            block_tables: batch.block_tables.iter().map(owned).collect(),
+            block_tables: tables.iter().map(of_rows).collect(),
             logit_tokens: batch.logit_tokens.to_vec(),
         }
     }

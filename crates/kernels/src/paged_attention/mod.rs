@@ -15,6 +15,8 @@
 
 mod cpu;
 mod kernel;
+#[cfg(feature = "cuda")]
+pub(crate) mod plan;
 pub mod reference;
 
 pub(crate) use cpu::{Attention, AttentionScratch, paged_attention};

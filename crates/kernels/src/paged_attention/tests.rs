@@ -77,13 +77,14 @@ impl World {
         for &(seq, n) in rows {
             let s = &self.seqs[seq];
             spans.push(RowSpan { first_token: qkv.len() / cols, n_tokens: n, first_position: s.done });
-            tables.push(&s.table[..]);
+            tables.push(s.table.clone());
             qkv.extend_from_slice(&s.qkv[s.done * cols..(s.done + n) * cols]);
         }
         let n_tokens = qkv.len() / cols;
         let ids = vec![0; n_tokens];
-        let batch = StepBatch { token_ids: &ids, rows: &spans, block_tables: &[tables], logit_tokens: &[] };
-        let step = CpuStep::new(&batch);
+        let slots: Vec<u32> = (0..spans.len() as u32).collect();
+        let batch = StepBatch { token_ids: &ids, rows: &spans, slots: &slots, logit_tokens: &[] };
+        let step = CpuStep::new(&batch, &[tables]);
         let args = RopeWrite { step: &step, op: &self.op, qk_norm: None, rope: None, group: 0, layer: 0 };
         rope_write_kv(&mut self.pool, self.isa, args, &mut qkv, &mut self.cache);
         let width = self.op.heads * self.op.head_dim;

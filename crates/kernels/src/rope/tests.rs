@@ -33,9 +33,10 @@ fn matches_the_reference() {
             RowSpan { first_token: 0, n_tokens: 1, first_position: 70 },
             RowSpan { first_token: 1, n_tokens: 50, first_position: 20 },
         ];
-        let tables = [vec![&[StepBatch::NO_BLOCK, 4, 1][..], &[0, 3, 2][..]]];
+        let tables = [vec![vec![StepBatch::NO_BLOCK, 4, 1], vec![0, 3, 2]]];
         let ids = vec![0; 51];
-        let step = CpuStep::new(&StepBatch { token_ids: &ids, rows: &rows, block_tables: &tables, logit_tokens: &[] });
+        let batch = StepBatch { token_ids: &ids, rows: &rows, slots: &[0, 1], logit_tokens: &[] };
+        let step = CpuStep::new(&batch, &tables);
         let cols = (heads + 2 * kv_heads) * head_dim;
         let input = rng.normals(51 * cols);
         let (qw, kw) = (rng.normals(head_dim), rng.normals(head_dim));
@@ -77,8 +78,9 @@ fn f16_saturates() {
     let op = AttentionOp { heads: 1, kv_heads: 1, head_dim: 8, scale: 1.0, window: None, softcap: None };
     let layout = KvLayout { n_layers: 1, kv_heads: 1, head_dim: 8, block_len: 16, dtype: KvDtype::F16 };
     let rows = [RowSpan { first_token: 0, n_tokens: 1, first_position: 0 }];
-    let tables = [vec![&[0u32][..]]];
-    let step = CpuStep::new(&StepBatch { token_ids: &[0], rows: &rows, block_tables: &tables, logit_tokens: &[] });
+    let tables = [vec![vec![0]]];
+    let batch = StepBatch { token_ids: &[0], rows: &rows, slots: &[0], logit_tokens: &[] };
+    let step = CpuStep::new(&batch, &tables);
     let mut qkv = [vec![0.0; 8], vec![1e9; 8], vec![-1e9; 8]].concat();
     let mut cache = CpuKvCache::new(layout, 1).unwrap();
     let args = RopeWrite { step: &step, op: &op, qk_norm: None, rope: None, group: 0, layer: 0 };

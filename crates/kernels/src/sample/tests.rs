@@ -6,7 +6,7 @@ use crate::testing::{Rng, assert_close};
 use crate::{SampleParams, SampleRequest, Sampled, TokenMask};
 
 fn request(params: &SampleParams) -> SampleRequest<'_> {
-    SampleRequest { logit: 0, params, position: 0, forced: None, prompt: &[], output: &[], mask: None }
+    SampleRequest { logit: 0, slot: 0, params, position: 0, forced: None, prompt: &[], output: &[], mask: None }
 }
 
 fn run(row: &[f32], requests: &[SampleRequest<'_>]) -> Vec<Sampled> {

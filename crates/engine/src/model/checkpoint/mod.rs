@@ -6,6 +6,7 @@
 //! - No allocation is larger than the file justifies, no check takes more than `n log n` time, nothing panics.
 //! - Every error names the file, the tensor or key, the value found and the value expected.
 
+mod dummy;
 mod gguf;
 mod safetensors;
 mod text;
@@ -175,7 +176,15 @@ pub struct Checkpoint {
 #[derive(Debug)]
 enum Source {
     Gguf(gguf::Gguf),
-    Hf { config: HfConfig, shards: Vec<safetensors::Shard> },
+    Hf {
+        config: HfConfig,
+        shards: Vec<safetensors::Shard>,
+    },
+    /// Random weights of a real config.
+    Dummy {
+        config: HfConfig,
+        weights: dummy::Weights,
+    },
 }
 
 impl Checkpoint {
@@ -227,6 +236,21 @@ impl Checkpoint {
         Ok(Self::assemble(path, list, Source::Hf { config, shards }))
     }
 
+    /// Random weights for the `config.json` of a folder that needs no other file: to measure speed and memory (vLLM's
+    /// `--load-format dummy`).
+    pub fn dummy(path: &Path) -> Result<Self, ModelError> {
+        let config = HfConfig::load(&path.join("config.json"))?;
+        let (spec, names) = families::from_hf(&config)?;
+        let dtype = match config.get("torch_dtype").or_else(|| config.get("dtype")).and_then(|d| d.as_str()) {
+            Some("float16") => DType::F16,
+            _ => DType::Bf16,
+        };
+        let list = dummy::tensors(&spec, &names, dtype);
+        let most = list.iter().map(|(_, entry)| entry.info.bytes).max();
+        let weights = dummy::Weights::new(most.unwrap_or(0), dtype);
+        Ok(Self::assemble(path, list, Source::Dummy { config, weights }))
+    }
+
     fn assemble(path: &Path, list: Tensors, source: Source) -> Self {
         let order = list.iter().map(|(name, _)| name.clone()).collect();
         Self { path: path.to_owned(), tensors: list.into_iter().collect(), order, source }
@@ -256,6 +280,7 @@ impl Checkpoint {
         match &self.source {
             Source::Gguf(gguf) => Ok(Cow::Borrowed(gguf.bytes(entry.offset, entry.info.bytes))),
             Source::Hf { shards, .. } => shards[entry.file].read(entry.offset, entry.info.bytes),
+            Source::Dummy { weights, .. } => Ok(Cow::Borrowed(weights.bytes(entry.info.bytes))),
         }
     }
 
@@ -265,6 +290,7 @@ impl Checkpoint {
         match &self.source {
             Source::Gguf(gguf) => gguf.prefetch(),
             Source::Hf { shards, .. } => shards.iter().for_each(safetensors::Shard::prefetch),
+            Source::Dummy { .. } => {}
         }
     }
 
@@ -288,7 +314,7 @@ impl Checkpoint {
     /// The decoder that the checkpoint describes, and the names of its weights.
     pub fn family(&self) -> Result<(DecoderSpec, WeightNames), ModelError> {
         match &self.source {
-            Source::Hf { config, .. } => families::from_hf(config),
+            Source::Hf { config, .. } | Source::Dummy { config, .. } => families::from_hf(config),
             Source::Gguf(gguf) => {
                 let rope_factors = match self.info(families::ROPE_FACTORS) {
                     None => None,
@@ -313,7 +339,9 @@ impl Checkpoint {
                 Some(file) => TextAssets { tokenizer: TokenizerSource::Json(file), ..own },
                 None => own,
             }),
-            Source::Hf { config, .. } => text::from_folder(&self.path, config, tokenizer),
+            Source::Hf { config, .. } | Source::Dummy { config, .. } => {
+                text::from_folder(&self.path, config, tokenizer)
+            }
         }
     }
 }

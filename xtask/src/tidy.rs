@@ -143,7 +143,8 @@ fn check_rust(path: &str, text: &str, faults: &mut Vec<String>, sizes: &mut Size
             sizes.insert(format!("{path}::{}", f.name), f.lines);
         }
     }
-    let config = path.contains("/config/") || path.ends_with("config.rs") || path.starts_with("xtask/") || is_test;
+    let is_script = path.starts_with("xtask/") || path.ends_with("/build.rs");
+    let config = path.contains("/config/") || path.ends_with("config.rs") || is_script || is_test;
     for (n, line) in code.lines().enumerate() {
         let mut fault = |what: &str| faults.push(format!("{path}:{}: {what}", n + 1));
         if has_word(line, "unsafe") && !path.starts_with("crates/kernels/") {

@@ -1,13 +1,14 @@
 //! The engine alone, token ids in and out, on random weights: latency, batches, first tokens, throughput.
 //!
 //! ```text
-//! cargo run --release -p kwire-engine --features cuda --example offline_bench -- FOLDER [b1,batch,prefill,thr]
+//! cargo run --release -p kwire-engine --features cuda --example offline_bench -- FOLDER [TESTS [CHOICES]]
 //! ```
 //!
-//! FOLDER holds a `config.json` only. One JSON line a result. Requests, lengths and the definitions of times are those of
+//! FOLDER holds a `config.json` only. TESTS are of b1, batch, prefill, thr, with commas. CHOICES is a file that keeps measured
+//! algorithms of matrix products from one run to the next. One JSON line a result. Requests, lengths and the definitions of times are those of
 //! `docs/performance.md`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use kwire_engine::executor::local::LocalExecutor;
@@ -43,7 +44,8 @@ fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let folder = args.next().ok_or("name a folder with config.json")?;
     let tests = args.next().unwrap_or_else(|| "b1,batch,prefill,thr".into());
-    let mut bench = Bench::new(Path::new(&folder))?;
+    let choices = args.next().map(PathBuf::from);
+    let mut bench = Bench::new(Path::new(&folder), choices)?;
     report(&json!({"what": "startup", "ready_s": start.elapsed().as_secs_f64()}));
     bench.run(&[(128, 32); 4])?;
     bench.run(&[(512, 16); 64])?;
@@ -60,7 +62,7 @@ fn main() -> Result<()> {
 }
 
 impl Bench {
-    fn new(folder: &Path) -> Result<Self> {
+    fn new(folder: &Path, choices: Option<PathBuf>) -> Result<Self> {
         let checkpoint = Checkpoint::dummy(folder)?;
         let (spec, names) = checkpoint.family()?;
         let limits = SchedulerConfig {
@@ -72,12 +74,7 @@ impl Bench {
             long_prefill_token_threshold: 0,
             policy: SchedulingPolicy::Fcfs,
         };
-        let backend = CudaBackend::new(
-            0,
-            Element::Bf16,
-            std::env::var_os("EAGER").is_none(),
-            std::env::var_os("CHOICES").map(Into::into),
-        )?;
+        let backend = CudaBackend::new(0, Element::Bf16, true, choices)?;
         let (free, total) = backend.device().memory()?;
         let fixed = FixedMemory::new::<CudaBackend>(&checkpoint, &spec, &limits);
         let bytes = fixed.room(&limits, free - total / 12)?;

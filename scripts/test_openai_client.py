@@ -66,6 +66,7 @@ BAD_REQUESTS = [
     ("huge n", CHAT, chat(n=1_000_000), 400, "n"),
     ("best_of", COMPLETIONS, completion(best_of=3), 400, "best_of"),
     ("suffix", COMPLETIONS, completion(suffix="x"), 400, "suffix"),
+    ("temperature beyond f32", CHAT, chat(temperature=1e300), 400, "temperature"),
     ("negative temperature", CHAT, chat(temperature=-1), 400, "temperature"),
     ("temperature that is not a number", CHAT, b'{"messages": [], "temperature": NaN}', 400, None),
     ("top_p above one", CHAT, chat(top_p=2), 400, "top_p"),

@@ -276,13 +276,17 @@ impl Scheduler {
             self.evict(key);
             return Admission::NoRoom;
         }
+        let caching = self.config.prefix_caching;
         let sequence = self.sequences.get_mut(&key.1).expect("running sequences exist");
+        let looked_up = caching && sequence.prompt_scores.is_none();
         if !std::mem::replace(&mut sequence.started, true) {
             let n_prompt = sequence.prompt.len() as u64;
             self.started.push((key.1, hit.n_tokens));
             self.prompt_tokens += n_prompt;
-            self.prefix_queries += n_prompt;
-            self.prefix_hits += hit.n_tokens as u64;
+            if looked_up {
+                self.prefix_queries += n_prompt;
+                self.prefix_hits += hit.n_tokens as u64;
+            }
         }
         Admission::Admitted
     }

@@ -43,6 +43,7 @@ async fn bad_requests_name_their_parameter() {
         (CHAT, with("messages", json!([{"role": "user", "content": [{"type": "text"}]}])), 400, "messages[0].content[0].text"),
         (CHAT, with("model", json!("other")), 404, "model"),
         (CHAT, with("model", json!(3)), 400, "model"),
+        (CHAT, with("temperature", json!(1e300)), 400, "temperature"),
         (CHAT, with("temperature", json!(-1)), 400, "temperature"),
         (CHAT, with("temperature", json!("hot")), 400, "temperature"),
         (CHAT, with("top_p", json!(0)), 400, "top_p"),

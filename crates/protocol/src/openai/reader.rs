@@ -103,12 +103,14 @@ impl<'a> Fields<'a> {
     pub fn float(&self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f32>, FieldError> {
         let Some(value) = self.value(name) else { return Ok(None) };
         let number = value.as_f64().ok_or_else(|| self.wrong(name, "a number", value))?;
-        if range.contains(&number) {
+        // A number beyond f32 would become an infinity.
+        if range.contains(&number) && (number as f32).is_finite() {
             return Ok(Some(number as f32));
         }
         let param = self.path_of(name);
         let bounds = match (*range.start(), *range.end()) {
-            (low, f64::MAX) => format!("at least {low}"),
+            (low, f64::MAX) if number < low => format!("at least {low}"),
+            (low, f64::MAX) => format!("between {low} and {}", f32::MAX),
             (low, high) => format!("between {low} and {high}"),
         };
         Err(FieldError::new(&param, format!("`{param}` must be {bounds}, got {number}.")))

@@ -182,6 +182,45 @@ class OpenAiClient(unittest.TestCase):
         self.assertIn("Paris", self.chat().choices[0].message.content)
 
 
+class Resume(unittest.TestCase):
+    def test_a_second_server_continues_a_stream_whose_server_was_killed(self):
+        ask = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0.8, "stream": True}
+
+        def stream(server, client, kwire, n_chunks=None):
+            extra = {"ignore_eos": True, "kwire": kwire}
+            seen = []
+            for chunk in client.completions.create(model="smollm2", extra_body=extra, **ask):
+                seen.append(chunk)
+                if len(seen) == n_chunks:
+                    server.kill()
+                    server.wait()
+                    break
+            return seen
+
+        def text(chunks):
+            return "".join(c.choices[0].text for c in chunks if c.choices)
+
+        (first, first_base), (second, second_base) = start_server(), start_server()
+        self.addCleanup(stop, second)
+        self.addCleanup(stop, first)
+        clients = [openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) for base in (first_base, second_base)]
+        for client in clients:
+            self.addCleanup(client.close)
+        begun = stream(first, clients[0], {"report": True}, n_chunks=12)
+        reports = [c.model_extra["kwire"] for c in begun if c.model_extra.get("kwire")]
+        resume = {
+            "prompt_token_ids": reports[0]["prompt_token_ids"],
+            "output_token_ids": [t for r in reports for t in r["token_ids"]],
+            "seed": reports[0]["seed"],
+            "sent_chars": len(text(begun)),
+        }
+        rest = stream(second, clients[1], {"resume": resume})
+        ask["seed"] = resume["seed"]
+        whole = stream(second, clients[1], {"report": True})
+        self.assertEqual(text(begun) + text(rest), text(whole))
+        self.assertEqual(rest[-1].choices[0].finish_reason, "length")
+
+
 class Shutdown(unittest.TestCase):
     def test_a_second_signal_ends_the_process_at_once(self):
         server, base = start_server("--shutdown-timeout", "3600")

@@ -26,13 +26,6 @@ help: ## Show this
 build: ## Build the binary for release
 	@$(CARGO) build --release --package kwire --bin kwire
 
-# GPU generations that a release has machine code for; newer ones compile its portable code at start.
-CUDA_ARCHS ?= 80,86,89,90a,100,120,ptx
-
-.PHONY: release
-release: cuda-toolchain ## Build the binary with the CUDA backend, for all GPU generations
-	@KWIRE_CUDA_ARCHS=$(CUDA_ARCHS) $(CARGO) build --release --package kwire --bin kwire --features cuda
-
 .PHONY: cuda-toolchain
 cuda-toolchain: ## Find a CUDA compiler (nvcc), or install one outside the clone
 	@if [ -n "$${KWIRE_NVCC:-}" ] || [ -n "$${CUDA_HOME:-}" ] || command -v nvcc >/dev/null; then \

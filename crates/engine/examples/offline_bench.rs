@@ -15,7 +15,7 @@ use kwire_engine::executor::local::LocalExecutor;
 use kwire_engine::handle::Command;
 use kwire_engine::model::checkpoint::Checkpoint;
 use kwire_engine::plan::{CacheConfig, FixedMemory, MemoryPlan};
-use kwire_engine::{Engine, Event, Request, RequestId, SchedulerConfig, SchedulingPolicy, StopParams};
+use kwire_engine::{Engine, Event, Request, RequestId, SchedulerConfig, SchedulingPolicy};
 use kwire_kernels::cuda::{CudaBackend, Element};
 use kwire_kernels::{KvDtype, SampleParams};
 use serde_json::{Value, json};
@@ -101,20 +101,8 @@ impl Bench {
         let n_ids = u64::from(self.n_vocab) - 2100;
         let prompt: Vec<u32> = (0..n_in).map(|_| 100 + self.random(n_ids) as u32).collect();
         self.next_id += 1;
-        Request {
-            id: RequestId(self.next_id),
-            prompt: prompt.into(),
-            resumed: Vec::new(),
-            n: 1,
-            sampling: SampleParams { temperature: 0.0, ..SampleParams::default() },
-            stop: StopParams { max_tokens: n_out, min_tokens: 0, stop_token_ids: Vec::new() },
-            priority: 0,
-            arrival: 0.0,
-            prompt_logprobs: None,
-            cache_salt: None,
-            prefix_tags: Vec::new(),
-            constraint: None,
-        }
+        let sampling = SampleParams { temperature: 0.0, ..SampleParams::default() };
+        Request { sampling, ..Request::new(RequestId(self.next_id), prompt.into(), n_out) }
     }
 
     /// Runs requests of `(prompt, output)` tokens, all added at once.

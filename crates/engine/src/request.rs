@@ -63,6 +63,24 @@ pub struct Request {
 }
 
 impl Request {
+    /// One sequence with default sampling, and nothing else asked for.
+    pub fn new(id: RequestId, prompt: Arc<[u32]>, max_tokens: usize) -> Self {
+        Self {
+            id,
+            prompt,
+            resumed: Vec::new(),
+            n: 1,
+            sampling: SampleParams::default(),
+            stop: StopParams { max_tokens, ..StopParams::default() },
+            priority: 0,
+            arrival: 0.0,
+            prompt_logprobs: None,
+            cache_salt: None,
+            prefix_tags: Vec::new(),
+            constraint: None,
+        }
+    }
+
     /// Seed of sequence `index`: the request's own for the first, so that `n` does not change it.
     pub fn sequence_seed(seed: u64, index: u32) -> u64 {
         seed.wrapping_add(u64::from(index).wrapping_mul(0x9E37_79B9_7F4A_7C15))

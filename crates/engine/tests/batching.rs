@@ -35,20 +35,7 @@ fn request(i: usize, text: &[u32]) -> Request {
         0 => SampleParams { temperature: 0.0, repetition_penalty: 1.1, ..SampleParams::default() },
         _ => SampleParams { temperature: 0.9, top_p: 0.95, top_k: 50, seed: i as u64, ..SampleParams::default() },
     };
-    Request {
-        id: RequestId(i as u64),
-        prompt: text[start..start + len].into(),
-        resumed: vec![],
-        n: 1,
-        sampling,
-        stop: StopParams { max_tokens: output_len(i), ..StopParams::default() },
-        priority: 0,
-        arrival: 0.0,
-        prompt_logprobs: None,
-        cache_salt: None,
-        prefix_tags: vec![],
-        constraint: None,
-    }
+    Request { sampling, ..Request::new(RequestId(i as u64), text[start..start + len].into(), output_len(i)) }
 }
 
 fn config() -> SchedulerConfig {

@@ -52,20 +52,7 @@ struct Expected {
 
 /// A plain request.
 fn request(id: u64, prompt: &[u32], max_tokens: usize) -> Request {
-    Request {
-        id: RequestId(id),
-        prompt: prompt.into(),
-        resumed: vec![],
-        n: 1,
-        sampling: SampleParams::default(),
-        stop: StopParams { max_tokens, ..StopParams::default() },
-        priority: 0,
-        arrival: 0.0,
-        prompt_logprobs: None,
-        cache_salt: None,
-        prefix_tags: vec![],
-        constraint: None,
-    }
+    Request::new(RequestId(id), prompt.into(), max_tokens)
 }
 
 struct World {

@@ -5,7 +5,7 @@
 
 use std::{fs::File, io, ops::Deref, path::Path};
 
-use memmap2::{Advice, Mmap};
+use memmap2::Mmap;
 
 /// A file's bytes, mapped read-only.
 #[derive(Debug)]
@@ -25,14 +25,6 @@ impl FileMap {
         // condition of use (module documentation).
         let map = unsafe { Mmap::map(&file)? };
         Ok(Self { map: Some(map) })
-    }
-
-    /// Asks the system to read the file ahead now. Only a hint.
-    pub fn advise_willneed(&self) {
-        if let Some(map) = &self.map {
-            // A refused hint costs speed, not correctness.
-            let _ = map.advise(Advice::WillNeed);
-        }
     }
 }
 

@@ -32,7 +32,7 @@ template <typename T, int N> __device__ __forceinline__ void store_vec(T* p, con
     *reinterpret_cast<Vec<T, N>*>(p) = v;
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
+template <typename T> __device__ __forceinline__ T warp_sum(T x) {
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
     return x;
@@ -42,6 +42,9 @@ __device__ __forceinline__ float warp_max(float x) {
     for (int d = 16; d > 0; d /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
     return x;
 }
+
+// The address of shared memory as instructions of the copy engine and barriers take it.
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900

@@ -1,17 +1,15 @@
 //! Recorded steps: one CUDA graph for each shape of decode step.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use cudarc::driver::{result, sys};
 
 use super::device::Device;
 
-/// Graphs by their number of tokens.
+/// Graphs by their number of tokens; `None`: one step of the size was run, and none recorded.
 #[derive(Default)]
-pub struct Graphs {
-    recorded: HashMap<usize, sys::CUgraphExec>,
-    seen: HashSet<usize>,
-}
+pub struct Graphs(HashMap<usize, Option<sys::CUgraphExec>>);
 
 // SAFETY: driver handles with one owner.
 unsafe impl Send for Graphs {}
@@ -19,7 +17,7 @@ unsafe impl Send for Graphs {}
 impl Graphs {
     /// Replays the graph of `key`; false if there is none yet.
     pub fn replay(&self, device: &Device, key: usize) -> bool {
-        let Some(&graph) = self.recorded.get(&key) else { return false };
+        let Some(&Some(graph)) = self.0.get(&key) else { return false };
         // SAFETY: an instantiated graph whose buffers live as long as the backend.
         device.note("replaying a graph", unsafe { result::graph::launch(graph, device.stream()) });
         true
@@ -27,7 +25,10 @@ impl Graphs {
 
     /// Whether this is the first step of `key`.
     pub fn first_use(&mut self, key: usize) -> bool {
-        self.seen.insert(key)
+        match self.0.entry(key) {
+            Entry::Vacant(unseen) => unseen.insert(None).is_none(),
+            Entry::Occupied(_) => false,
+        }
     }
 
     /// Starts to record what is enqueued.
@@ -50,7 +51,7 @@ impl Graphs {
         };
         match graph {
             Ok(graph) => {
-                self.recorded.insert(key, graph);
+                self.0.insert(key, Some(graph));
             }
             Err(error) => device.note("recording a graph", Err(error)),
         }
@@ -59,7 +60,7 @@ impl Graphs {
 
 impl Drop for Graphs {
     fn drop(&mut self) {
-        for (_, graph) in self.recorded.drain() {
+        for graph in self.0.drain().filter_map(|(_, graph)| graph) {
             // SAFETY: made in `end`; no replay is enqueued once the backend is dropped and synchronized.
             let _ = unsafe { result::graph::exec_destroy(graph) };
         }

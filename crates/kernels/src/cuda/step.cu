@@ -6,7 +6,7 @@
 struct Section { uint32_t from, to, n; };
 struct Sections { Section at[12]; };
 
-// meta[to..to+n] = packed[from..from+n] for each section; `packed` is pinned host memory. Then n_deltas triples
+// meta[to..to+n] = packed[from..from+n] for each section; `packed` is pinned host memory. Then n_deltas pairs
 // (entry, block) at packed[deltas_from..] set tables[entry] = block.
 // Grid: any; block: 256.
 extern "C" __global__ void unpack_step(const uint32_t* packed, uint32_t* meta, Sections sections, uint32_t n_sections,

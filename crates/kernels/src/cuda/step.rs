@@ -45,7 +45,6 @@ pub struct StepBuffers {
     next: usize,
     /// `(entry, block)` pairs that the next step brings.
     deltas: Vec<u32>,
-    max_deltas: usize,
     padded: Padded,
 }
 
@@ -78,11 +77,7 @@ impl StepBuffers {
             groups.push((entries, per_slot));
             entries += per_slot * limits.max_slots;
         }
-        // A step adds at most the blocks that its tokens begin, and one for each slot and group; a slot that starts
-        // with cached blocks brings these too, which is bounded by the table itself.
-        let max_deltas = entries;
-        let staging = 4 * (words + 2 * max_deltas.min(1 << 20));
-        let ring = (0..RING).map(|_| Ok((PinnedBuffer::new(staging)?, Event::new(false)?)));
+        let ring = (0..RING).map(|_| Ok((PinnedBuffer::new(4 * words)?, Event::new(false)?)));
         let tables = device.buffer(4 * entries, "block tables")?;
         device.zero(&tables);
         Ok(Self {
@@ -97,7 +92,6 @@ impl StepBuffers {
             ring: ring.collect::<Result<_, KernelError>>()?,
             next: 0,
             deltas: Vec::new(),
-            max_deltas: max_deltas.min(1 << 20),
             padded: Padded::default(),
         })
     }
@@ -112,7 +106,7 @@ impl StepBuffers {
         }
     }
 
-    /// Brings a step to the device. `plan` fills the extra arrays, given the padded shape.
+    /// Brings a step to the device; `extra` are the contents of the extra arrays.
     pub fn prepare(
         &mut self,
         device: &Device,
@@ -123,6 +117,9 @@ impl StepBuffers {
         let step = self.padded.fill(batch, use_graphs);
         let (pinned, passed) = &mut self.ring[self.next];
         passed.wait(device)?;
+        let n_words = self.padded.n_words() + extra.iter().map(|words| words.len()).sum::<usize>() + self.deltas.len();
+        // Rarely needed: many slots that start with long cached prefixes bring more table entries than a step has metadata.
+        pinned.grow(4 * n_words)?;
         let to = pinned.words_mut();
         let mut sections = [0u32; 36];
         let (mut from, mut n_sections) = (0, 0);
@@ -140,9 +137,7 @@ impl StepBuffers {
             from += words.len();
             n_sections += 1;
         }
-        assert!(self.deltas.len() <= 2 * self.max_deltas, "more table changes than a step can bring");
         to[from..from + self.deltas.len()].copy_from_slice(&self.deltas);
-        let n_words = from + self.deltas.len();
         let packed: Vec<u64> = sections.chunks_exact(2).map(|w| u64::from(w[0]) | u64::from(w[1]) << 32).collect();
         let args = [
             Arg::Word(pinned.address()),
@@ -197,6 +192,10 @@ impl StepBuffers {
 }
 
 impl Padded {
+    fn n_words(&self) -> usize {
+        self.token_ids.len() + self.positions.len() + self.token_slots.len() + self.logit_tokens.len()
+    }
+
     fn fill(&mut self, batch: &StepBatch<'_>, use_graphs: bool) -> CudaStep {
         let Self { token_ids, positions, token_slots, logit_tokens } = self;
         let n_tokens = batch.token_ids.len();

@@ -52,8 +52,6 @@ static const int COPY_WARPS = 4;
 static const int MAX_STAGES = 16;
 static const int THREADS = (MMA_WARPS + COPY_WARPS) * 32;
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
 __device__ __forceinline__ void barrier_init(uint32_t bar, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
 }

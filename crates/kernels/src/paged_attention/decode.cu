@@ -46,13 +46,13 @@ template <typename T, typename KV, int D, int NQ> struct Decode {
     uint32_t* is_last;     // whether this CTA merges the pieces of a pair
 
     __device__ __forceinline__ Decode(char* shared) {
-        stages = shared_addr(shared);
+        stages = shared_address(shared);
         if (stages % 1024) __trap();
         merge_out = reinterpret_cast<float*>(shared + STAGES * STAGE);
         merge_stats = reinterpret_cast<float2*>(merge_out + WARPS * QUERIES * PITCH);
         items = reinterpret_cast<Item*>(merge_stats + WARPS * QUERIES);
         is_last = reinterpret_cast<uint32_t*>(items + ITEMS);
-        full = shared_addr(is_last + 4);
+        full = shared_address(is_last + 4);
         empty = full + STAGES * 8;
         item_full = empty + STAGES * 8;
         item_empty = item_full + ITEMS * 8;

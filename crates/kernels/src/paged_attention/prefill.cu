@@ -76,13 +76,13 @@ template <typename T, int D, int GROUPS> struct Prefill {
     Item* items;
 
     __device__ __forceinline__ Prefill(char* shared) {
-        char* base = shared + (1024 - (shared_addr(shared) & 1023)) % 1024;
-        q = shared_addr(base);
+        char* base = shared + (1024 - (shared_address(shared) & 1023)) % 1024;
+        q = shared_address(base);
         k = q + Q_STAGES * Q_TILE;
         v = k + STAGES * TILE;
         char* rest = base + Q_STAGES * Q_TILE + 2 * STAGES * TILE;
         items = reinterpret_cast<Item*>(rest);
-        q_full = shared_addr(rest) + Q_STAGES * sizeof(Item);
+        q_full = shared_address(rest) + Q_STAGES * sizeof(Item);
         q_empty = q_full + Q_STAGES * 8;
         k_full = q_empty + Q_STAGES * 8;
         k_empty = k_full + STAGES * 8;

@@ -264,7 +264,7 @@ __device__ __forceinline__ void prefill_pair(const AttentionArgs& args, const It
 }
 
 template <typename T, typename KV, int D> __device__ __forceinline__ void prefill(const AttentionArgs& args, char* shared) {
-    const uint32_t base = (shared_addr(shared) + 1023) & ~1023u, group = args.heads / args.kv_heads;
+    const uint32_t base = (shared_address(shared) + 1023) & ~1023u, group = args.heads / args.kv_heads;
     pdl_trigger();
     pdl_wait();
     for (uint32_t idx = blockIdx.x;;) {

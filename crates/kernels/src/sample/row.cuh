@@ -45,9 +45,6 @@ __device__ __forceinline__ uint32_t cluster_size() {
 }
 // Blocks write to each other's shared memory only by asynchronous stores that complete on a barrier (mbarrier) of the receiving
 // block. A barrier of the whole cluster would cost a fence over all memory and the L1 cache each time.
-[[maybe_unused]] __device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return uint32_t(__cvta_generic_to_shared(p));
-}
 
 // Sends a value to `to` of another block, whose instance of `barrier` counts the bytes.
 __device__ __forceinline__ void send(uint32_t rank, u64* to, u64 x, u64* barrier) {
@@ -120,11 +117,6 @@ __device__ __forceinline__ void cluster_wait() {
 
 __device__ __forceinline__ u64 shuffle_up(u64 x, int d) { return __shfl_up_sync(~0u, x, d); }
 
-__device__ __forceinline__ u64 warp_sum64(u64 x) {
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(~0u, x, d);
-    return x;
-}
 __device__ __forceinline__ u64 warp_max64(uint32_t high, uint32_t low) {
     const uint32_t most = __reduce_max_sync(~0u, high);
     return u64(most) << 32 | __reduce_max_sync(~0u, high == most ? low : 0);
@@ -176,10 +168,10 @@ struct Row {
 
     // The sum over all threads of the cluster, the same in all of them.
     __device__ u64 sum(u64 x) {
-        x = warp_sum64(x);
+        x = warp_sum(x);
         if (threadIdx.x % 32 == 0) s.warp[threadIdx.x / 32] = x;
         __syncthreads();
-        if (threadIdx.x < 32) x = warp_sum64(threadIdx.x < WARPS ? s.warp[threadIdx.x] : 0);
+        if (threadIdx.x < 32) x = warp_sum(threadIdx.x < WARPS ? s.warp[threadIdx.x] : 0);
         const auto all = exchange(x);
         x = 0;
         for (uint32_t i = 0; i < n_blocks; i++) x += all[i][0];

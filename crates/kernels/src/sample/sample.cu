@@ -234,10 +234,10 @@ __device__ uint32_t draw(Row& row, float low, const Weigh& weigh, u64 random) {
         const float4 v = *reinterpret_cast<const float4*>(row.values + i);
         mass.add(weigh, in(v.x)), mass.add(weigh, in(v.y)), mass.add(weigh, in(v.z)), mass.add(weigh, in(v.w));
     }
-    u64 sum = warp_sum64(mass.total());
+    u64 sum = warp_sum(mass.total());
     if (lane == 0) s.warp[warp] = sum;
     __syncthreads();
-    if (warp == 0) sum = warp_sum64(lane < WARPS ? s.warp[lane] : 0);
+    if (warp == 0) sum = warp_sum(lane < WARPS ? s.warp[lane] : 0);
     const auto all = row.exchange(sum);
     u64 total = 0;
     for (uint32_t r = 0; r < row.n_blocks; r++) total += all[r][0];

@@ -154,13 +154,6 @@ impl Gguf {
         Ok((Self { path: path.to_owned(), file: Bytes::Memory(bytes), meta }, tensors))
     }
 
-    /// Asks the system to read the file ahead; may block while the requests are queued.
-    pub(super) fn prefetch(&self) {
-        if let Bytes::Map(map) = &self.file {
-            map.advise_willneed();
-        }
-    }
-
     pub(super) fn path(&self) -> &Path {
         &self.path
     }

@@ -284,16 +284,6 @@ impl Checkpoint {
         }
     }
 
-    /// Asks the system to read mapped files ahead, before a load that reads all of them. Only a hint; may block for a while
-    /// on a slow disk, so a loader calls it on a thread of its own or not at all.
-    pub fn prefetch(&self) {
-        match &self.source {
-            Source::Gguf(gguf) => gguf.prefetch(),
-            Source::Hf { shards, .. } => shards.iter().for_each(safetensors::Shard::prefetch),
-            Source::Dummy { .. } => {}
-        }
-    }
-
     /// Bytes of all tensors together.
     pub fn total_bytes(&self) -> usize {
         self.tensors.values().map(|e| e.info.bytes).sum()

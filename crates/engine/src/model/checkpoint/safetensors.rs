@@ -42,13 +42,6 @@ enum ShardBytes {
 }
 
 impl Shard {
-    /// Asks the system to read a mapped file ahead; reads of our own need no help.
-    pub(super) fn prefetch(&self) {
-        if let ShardBytes::Map(map) = &self.bytes {
-            map.advise_willneed();
-        }
-    }
-
     /// Bytes that the header vouches for; a failure means that the file changed or the disk failed.
     pub(super) fn read(&self, offset: usize, len: usize) -> Result<Cow<'_, [u8]>, CheckpointError> {
         match &self.bytes {

@@ -4,7 +4,7 @@
 //! program; at an empty prompt it leaves. A fault of the engine ends the program.
 
 use std::future::pending;
-use std::io::{IsTerminal, Read, Write};
+use std::io::{IsTerminal, Read};
 
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -14,7 +14,7 @@ use crate::cli::RunArgs;
 use crate::config::ServeConfig;
 use crate::config::environment::{Lookup, ProcessEnv};
 use crate::http::{self, SseReader};
-use crate::{cli, config, serve};
+use crate::{cli, config, output, serve};
 
 /// Runs the command.
 pub async fn run(args: RunArgs) -> Result<()> {
@@ -23,8 +23,9 @@ pub async fn run(args: RunArgs) -> Result<()> {
         Some(url) => {
             let base = http::base_url(url).to_owned();
             let model = match &args.model {
-                Some(model) => model.clone(),
-                None => http::first_model(&client, &base, args.api_key.as_deref()).await?,
+                // The server itself tells who asks a model that it lacks; a conversation would only find out later.
+                Some(model) if !args.prompt.is_empty() => model.clone(),
+                wanted => http::served_model(&client, &base, args.api_key.as_deref(), wanted.as_deref()).await?,
             };
             (base, model, None)
         }
@@ -140,7 +141,7 @@ impl Chat {
             _ = tokio::signal::ctrl_c() => Ok(Ended::Stopped),
         };
         if !text.is_empty() {
-            println!();
+            output::line("")?;
         }
         match ended {
             Ok(ended) => {
@@ -186,8 +187,7 @@ impl Chat {
                     bail!("{}", error_message(&data));
                 }
                 let piece = event["choices"][0]["delta"]["content"].as_str().unwrap_or_default();
-                print!("{piece}");
-                std::io::stdout().flush()?;
+                output::print(piece)?;
                 text.push_str(piece);
             }
         }

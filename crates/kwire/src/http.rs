@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use reqwest::ClientBuilder;
 
 /// How long a connection may take to come about.
@@ -45,8 +45,13 @@ impl SseReader {
     }
 }
 
-/// The first model that a server offers.
-pub async fn first_model(client: &reqwest::Client, base: &str, api_key: Option<&str>) -> Result<String> {
+/// The model to ask a server for: the wanted one, if it serves that, or the first that it serves.
+pub async fn served_model(
+    client: &reqwest::Client,
+    base: &str,
+    api_key: Option<&str>,
+    wanted: Option<&str>,
+) -> Result<String> {
     let url = format!("{base}/v1/models");
     let mut request = client.get(&url);
     if let Some(key) = api_key {
@@ -55,8 +60,14 @@ pub async fn first_model(client: &reqwest::Client, base: &str, api_key: Option<&
     let response = request.send().await.with_context(|| format!("no server answers at {base}"))?;
     let text = response.error_for_status()?.text().await?;
     let list: serde_json::Value = serde_json::from_str(&text).with_context(|| format!("{url} is not JSON"))?;
-    let id = list["data"][0]["id"].as_str();
-    id.map(str::to_owned).with_context(|| format!("{url} lists no model"))
+    let ids: Vec<_> = list["data"].as_array().into_iter().flatten().filter_map(|m| m["id"].as_str()).collect();
+    match wanted {
+        None => ids.first().map(|&id| id.to_owned()).with_context(|| format!("{url} lists no model")),
+        Some(wanted) if ids.contains(&wanted) => Ok(wanted.to_owned()),
+        Some(wanted) => {
+            bail!("{base} has no model {wanted:?}; it serves {}. A question comes after the model", ids.join(", "))
+        }
+    }
 }
 
 #[cfg(test)]

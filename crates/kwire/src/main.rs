@@ -10,6 +10,7 @@ mod config;
 mod http;
 mod launch;
 mod models;
+mod output;
 mod serve;
 
 use std::process::ExitCode;
@@ -52,7 +53,7 @@ fn dispatch(Parsed { command, notices, faults }: Parsed) -> anyhow::Result<ExitC
         Command::List => models::commands::list()?,
         Command::Rm(args) => models::commands::rm(&args)?,
         Command::Bench(args) => return block_on(bench::run(*args)),
-        Command::Docs { page } if page == "flags" => print!("{}", cli::docs::flags_page()),
+        Command::Docs { page } if page == "flags" => output::print(cli::docs::flags_page())?,
         Command::Docs { page } => anyhow::bail!("no generated page is called {page:?}; there is: flags"),
     }
     Ok(ExitCode::SUCCESS)

@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 use crate::config::ServeConfig;
 use crate::config::environment::ProcessEnv;
 use crate::launch::Opened;
-use crate::models;
+use crate::{models, output};
 
 /// Time for the last answers after a fault of the engine.
 const FAULT_LIMIT: Duration = Duration::from_secs(5);
@@ -42,7 +42,8 @@ pub async fn serve(config: ServeConfig) -> Result<()> {
     tracing::info!("ready after {:.2} s: {}", started.elapsed().as_secs_f64(), running.base_url);
     tracing::info!(
         "try it: curl {}/v1/chat/completions -H 'Content-Type: application/json' -d \
-         '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"What is the capital of France?\"}}]}}'",
+         '{{\"model\": \"{name}\", \"messages\": [{{\"role\": \"user\", \"content\": \"Why is the sky blue?\"}}], \
+         \"max_tokens\": 100, \"temperature\": 0}}'",
         running.base_url
     );
     tokio::select! {
@@ -107,14 +108,14 @@ pub async fn start(config: ServeConfig) -> Result<Running> {
 ///
 /// It asks no one for anything: what a model takes is in the headers of its files, so they must be here.
 pub fn dry_run(config: &ServeConfig) -> Result<()> {
-    print!("{config}");
+    output::print(config)?;
     let (source, download_dir) = (&config.model.source, config.model.download_dir.as_deref());
     let Some(path) = models::find(source, download_dir, &ProcessEnv)? else {
         let dir = download_dir.map(|d| format!(" --download-dir {}", d.display())).unwrap_or_default();
         bail!("{source} is not on this machine, and --dry-run downloads nothing: run `kwire pull {source}{dir}` first");
     };
     let opened = Opened::new(config, &path)?;
-    println!("{:<24} {}", "memory", opened.memory());
+    output::line(format_args!("{:<24} {}", "memory", opened.memory()))?;
     opened.text(config)?;
     Ok(())
 }

@@ -18,7 +18,7 @@ use anyhow::{Context as _, Result, bail};
 use clap::Args;
 use serde_json::{Map, Value};
 
-use crate::http;
+use crate::{http, output};
 use corpus::Corpus;
 use load::{Prompts, Shape, Target};
 use report::{Context, Report};
@@ -132,11 +132,11 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode> {
         (Some(name), _) if !suite::NAMES.contains(&name.as_str()) => {
             bail!("no suite is called {name:?}; there is: {}", suite::NAMES.join(", "))
         }
-        (Some(_), plans) => suite::run(plans, args.only.as_deref(), args.rounds, args.seed).await,
+        (Some(_), plans) => suite::run(plans, args.only.as_deref(), args.rounds, args.seed).await?,
         (None, [plan]) => {
             let report = measure(plan).await;
             if args.json.as_deref() != Some("-") {
-                print!("{report}");
+                output::print(&report)?;
             }
             vec![report]
         }
@@ -148,7 +148,7 @@ pub async fn run(args: BenchArgs) -> Result<ExitCode> {
             all => serde_json::to_string_pretty(all)?,
         };
         match path.as_str() {
-            "-" => println!("{json}"),
+            "-" => output::line(json)?,
             path => std::fs::write(path, json + "\n").with_context(|| format!("{path} can't be written"))?,
         }
     }
@@ -180,7 +180,7 @@ async fn plan(args: &BenchArgs, url: &str) -> Result<Plan> {
     let client = builder.build()?;
     let model = match &args.model {
         Some(model) => model.clone(),
-        None => http::first_model(&client, &base, args.api_key.as_deref()).await?,
+        None => http::served_model(&client, &base, args.api_key.as_deref(), None).await?,
     };
     let (api_key, keep_alive) = (args.api_key.clone(), args.keep_alive);
     let target = Arc::new(Target { client, base, model, api_key, chat: args.chat, keep_alive, extra });

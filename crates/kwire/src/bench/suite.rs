@@ -5,9 +5,12 @@
 use std::fmt::Write;
 use std::sync::Arc;
 
+use anyhow::{Result, bail};
+
 use super::load::Shape;
 use super::report::{Percentiles, Report};
 use super::{Plan, measure};
+use crate::output;
 
 /// One workload of the suite.
 struct Workload {
@@ -79,9 +82,14 @@ const CPU: &[Workload] = &[
 pub const NAMES: &[&str] = &["cpu"];
 
 /// Runs the suite `rounds` times; the table's ratios compare each server with the first.
-pub(super) async fn run(plans: &[Plan], only: Option<&str>, rounds: usize, seed: u64) -> Vec<Report> {
+pub(super) async fn run(plans: &[Plan], only: Option<&str>, rounds: usize, seed: u64) -> Result<Vec<Report>> {
+    let wanted = |w: &Workload| only.is_none_or(|o| o.contains(w.name));
+    if !CPU.iter().any(wanted) {
+        let names: String = CPU.iter().map(|w| w.name).collect();
+        bail!("--only {:?} names no workload of {names}", only.unwrap_or_default());
+    }
     let mut reports = Vec::new();
-    for (index, w) in CPU.iter().enumerate().filter(|(_, w)| only.is_none_or(|o| o.contains(w.name))) {
+    for (index, w) in CPU.iter().enumerate().filter(|(_, w)| wanted(w)) {
         let mut rows = Vec::new();
         for round in 0..rounds {
             for plan in plans {
@@ -109,10 +117,10 @@ pub(super) async fn run(plans: &[Plan], only: Option<&str>, rounds: usize, seed:
                 rows.push(report);
             }
         }
-        println!("{}", table(w, &rows, plans.len()));
+        output::line(table(w, &rows, plans.len()))?;
         reports.extend(rows);
     }
-    reports
+    Ok(reports)
 }
 
 /// A Markdown table of one workload. `rows` hold the servers in turn.

@@ -15,7 +15,7 @@ use serve_args::ServeArgs;
 
 const EXAMPLES: &str = "\
 A first try, on any machine:
-  kwire run smollm2 \"What is the capital of France?\"
+  kwire run smollm2 --temperature 0 --max-tokens 100 \"Why is the sky blue?\"
   kwire serve smollm2
 
 `kwire COMMAND --help` explains each command. Models are kept in the Hugging Face cache, or under $KWIRE_HOME.";

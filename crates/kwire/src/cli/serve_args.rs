@@ -16,7 +16,7 @@ Examples:
 
 Then:
   curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}]}'
+    -d '{\"model\": \"smollm2\", \"messages\": [{\"role\": \"user\", \"content\": \"Why is the sky blue?\"}], \"max_tokens\": 100}'
 
 Flags are those of `vllm serve`, with `-` or `_` between words; `--flag=value` works too. Flags of vLLM that have
 nothing to do here are accepted and say so; docs/flags.md lists them, and those that are refused.";

@@ -116,7 +116,14 @@ fn source(args: &ServeArgs, env: &impl Lookup, faults: &mut Faults) -> Option<(S
         }
         (Some(m), _) | (None, Some(m)) => m,
         (None, None) => {
-            faults.lines.push("which model? For a first try: kwire serve smollm2".into());
+            let greedy = args.api_key.len() > 1 || args.served_model_name.len() > 1;
+            faults.lines.push(match greedy {
+                true => {
+                    "which model? --api-key and --served-model-name take every word that follows: name the model first"
+                        .into()
+                }
+                false => "which model? For a first try: kwire serve smollm2".into(),
+            });
             return None;
         }
     };

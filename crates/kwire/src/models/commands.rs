@@ -8,6 +8,7 @@ use anyhow::{Result, bail};
 use super::{ALIAS, ModelRef, alias, home, hub};
 use crate::cli::{PullArgs, RmArgs};
 use crate::config::environment::{Lookup, ProcessEnv};
+use crate::output;
 
 /// A model on this machine.
 struct Entry {
@@ -22,8 +23,7 @@ pub async fn pull(args: &PullArgs) -> Result<()> {
         bail!("{} is on this machine already", path.display());
     }
     let path = super::locate(&source, args.download_dir.as_deref(), &ProcessEnv).await?;
-    println!("{}", path.display());
-    Ok(())
+    Ok(output::line(path.display())?)
 }
 
 /// Prints the models that are here.
@@ -35,7 +35,8 @@ pub fn list() -> Result<()> {
     }
     let width = entries.iter().map(|e| e.name.len()).max().unwrap_or(0);
     for entry in entries {
-        println!("{:width$}  {:>10}  {}", entry.name, bytes(size_of(&entry.folder)), entry.folder.display());
+        let size = bytes(size_of(&entry.folder));
+        output::line(format_args!("{:width$}  {size:>10}  {}", entry.name, entry.folder.display()))?;
     }
     Ok(())
 }
@@ -60,8 +61,7 @@ pub fn rm(args: &RmArgs) -> Result<()> {
         }
     }
     std::fs::remove_dir_all(&entry.folder)?;
-    println!("removed {} ({size})", entry.name);
-    Ok(())
+    Ok(output::line(format_args!("removed {} ({size})", entry.name))?)
 }
 
 fn entries(env: &impl Lookup) -> Result<Vec<Entry>> {

@@ -3,7 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-use crate::support::{kwire, stderr, stdout};
+use serde_json::json;
+
+use crate::support::{FakeServer, Response, kwire, stderr, stdout};
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures")
@@ -51,6 +53,33 @@ fn command_lines() {
     usage("--chat-template /nope", &["--chat-template: /nope cannot be read"]);
     usage("--load-format pt", &["--load-format: \"pt\" is not one of auto, safetensors, gguf"]);
     fails(&serve(home.path(), "/nope/m.gguf", ""), 2, &["/nope/m.gguf does not exist"]);
+}
+
+#[test]
+fn a_model_that_flags_swallowed_is_missed_with_the_reason() {
+    let home = tempfile::tempdir().unwrap();
+    for flags in [["--api-key", "key", "smollm2"], ["--served-model-name", "name", "smollm2"]] {
+        let output = kwire(home.path(), &[&["serve"], &flags[..]].concat()).output().unwrap();
+        fails(&output, 2, &["which model?", "take every word that follows: name the model first"]);
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_ends_the_program_quietly() {
+    let home = tempfile::tempdir().unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let output = kwire(home.path(), &["docs", "flags"]).stdout(writer).output().unwrap();
+    assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
+}
+
+#[test]
+fn a_model_that_the_server_lacks_is_named() {
+    let home = tempfile::tempdir().unwrap();
+    let models = json!({"data": [{"id": "one"}, {"id": "two"}]}).to_string();
+    let server = FakeServer::start(move |_| Response::ok(models.clone()));
+    let output = kwire(home.path(), &["run", "--url", &server.url, "hi there"]).output().unwrap();
+    fails(&output, 1, &["has no model \"hi there\"; it serves one, two", "A question comes after the model"]);
 }
 
 #[test]
